@@ -70,11 +70,6 @@ def test_lost_updates_and_skips_are_those_on_paper(on_paper):
         assert row.skipped == (4 if scaled else 0), name
 
 
-def test_gradients_that_are_exact_have_no_error(on_paper):
-    for name, row in on_paper.rows.items():
-        assert row.gradient_error == 0.0, name
-
-
 def test_memory_is_that_of_tensors(on_paper):
     # Weight and gradient in float32 are 8 bytes each; in lower precision 4, and 2 of a rest at O2. The float16 gradient is widened.
     def bytes_each(name):
@@ -92,31 +87,6 @@ def test_a_way_that_fails_says_why_and_ends_nothing(failing):
     assert all(failing.rows[name].seconds for name in ("float32", "autocast bfloat16", "O4 bfloat16"))
     printed = str(failing)
     assert "failed: O1 bfloat16: RuntimeError: not at O1" in printed and max(map(len, printed.splitlines())) <= WIDTH
-
-
-def test_errors_of_gradients_are_those_computed_here(failing):
-    def gradients(dtype, enabled):
-        torch.manual_seed(0)
-        model, _, batches, loss_fn = tuned.failing()
-        model.to(dtype)
-        (a, b), y = batches[0]
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = loss_fn(model(a.to(dtype), b.to(dtype)), y.to(dtype))
-        loss.backward()
-        return {name: param.grad.double() for name, param in model.named_parameters()}
-
-    exact, rounded = gradients(torch.float64, False), gradients(torch.float32, True)
-
-    def error(names):
-        off = sum(float((rounded[name] - exact[name]).square().sum()) for name in names)
-        return math.sqrt(off / sum(float(exact[name].square().sum()) for name in names))
-
-    row = failing.rows["autocast bfloat16"]
-    assert 0.0005 < error(exact) < 0.02  # bfloat16 rounds by up to 0.4%
-    assert row.gradient_error == pytest.approx(error(exact), rel=1e-2)
-    modules = {module: error([f"{module}.weight", f"{module}.bias"]) for module in ("one", "other", "head")}
-    assert [module for module, _ in row.worst_modules] == sorted(modules, key=modules.get, reverse=True)
-    assert dict(map(tuple, row.worst_modules)) == pytest.approx(modules, rel=1e-2)
 
 
 def test_losses_of_several_batches_are_those_of_plain_training(failing):
@@ -335,21 +305,20 @@ def test_other_optimizers_have_no_fused_one():
 
 
 def test_the_table_has_every_figure_in_100_columns():
-    worst = [(f"encoder.layers.{index}.attention.projection", 0.0123) for index in range(5)]
     found = tuning(
         dataclasses.replace(PLAIN, seconds=[1.2345] * 4),
         AUTOCAST,
-        row("O2 bfloat16 fused", 6.5, 12345, off=0.0123, gradient_error=0.00432, worst_modules=worst, skipped=3),
-        dataclasses.replace(row("O3 bfloat16 fused", 5.5, 70), lost_updates=0.25, gradient_error=1234.0),
+        row("O2 bfloat16 fused", 6.5, 12345, off=0.0123, skipped=3),
+        dataclasses.replace(row("O3 bfloat16 fused", 5.5, 70), lost_updates=0.25),
         row("O1 float16 int8", 6, 80, error="OutOfMemoryError: " + 30 * "words "),
     )
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
     (fused,) = (line for line in lines if line.startswith("O2 bfloat16 fused"))
-    assert fused.split()[3:] == "6.50 6.50-6.50 1231 12345 0.43% 1.012 1.2% 3 0%".split()
+    assert fused.split()[3:] == "6.50 6.50-6.50 1231 12345 1.012 1.2% 3 0%".split()
     text = " ".join(" ".join(lines).split())
     assert "Faster, and out: O3 bfloat16 fused, it loses 25% of the updates." in text
-    assert "189.92 times as fast as float32" in text and "projection 1.2%" in text
+    assert "189.92 times as fast as float32" in text
 
 
 def test_json_has_the_figures(tmp_path):
@@ -498,4 +467,3 @@ def test_examples_are_tuned_and_the_resnet_within_two_minutes(name):
     plain = found.rows["float32"].lost_updates
     assert found.rows["O3 bfloat16"].lost_updates > plain + 0.02
     assert all(found.rows[f"{level} bfloat16"].lost_updates < plain + 0.01 for level in ("O1", "O2", "O4", "O5"))
-    assert all(0.001 < one.gradient_error < 0.6 for one in list(found.rows.values())[1:])

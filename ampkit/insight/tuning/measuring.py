@@ -1,7 +1,7 @@
 """The measurements of `tune`: `main` is what a process does that starts a worker for each way.
 
-It reads a task as a line of JSON and writes what it finds, a line of JSON each. First each way is examined: memory, losses,
-gradients. Then all live at once and take turns in changing order, so that another job on the machine disturbs all alike. Those
+It reads a task as a line of JSON and writes what it finds, a line of JSON each. First each way is examined: memory and
+losses. Then all live at once and take turns in changing order, so that another job on the machine disturbs all alike. Those
 for which memory does not suffice have their turns alone.
 """
 

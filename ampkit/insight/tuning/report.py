@@ -33,8 +33,6 @@ class Row:
 
     ``seconds`` of a step, turn by turn; ``peak_bytes``, the most that tensors took; ``losses`` of the first steps, of which
     ``skipped`` were skipped for an overflow; ``lost_updates``, the share that rounding lost in the last five of them.
-    ``gradient_error`` is the norm of what separates the first gradients from float32's over the norm of these, and
-    ``worst_modules`` are the five modules with the largest error, (name, error).
     """
 
     way: Way
@@ -44,8 +42,6 @@ class Row:
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     lost_updates: float = math.nan
-    gradient_error: float = math.nan
-    worst_modules: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
@@ -138,12 +134,11 @@ class Tuning:
             f"{about['model']} on {about['device']}, {about['threads']} threads: {about['parameters']:,} parameters, "
             f"{about['optimizer']}, {about['samples']} samples a step, losses of {about['steps']} steps"
         )
-        table = [("way", "ms", "quartiles", "samples/s", "MiB", "gradient", "loss", "off", "skips", "lost")]
+        table = [("way", "ms", "quartiles", "samples/s", "MiB", "loss", "off", "skips", "lost")]
         table += [self._cells(row) for row in self.rows.values() if row.error is None]
-        worst = ", ".join(f"{module} {percent(error)}" for module, error in self.recommended.worst_modules)
         told = [f"failed: {row.way}: {row.error}" for row in self.rows.values() if row.error is not None]
         told += [f"left out: {words}" for words in about["left_out"]]
-        told += [f"recommended: {self.reason} {RULE}", *[f"gradients furthest from float32's: {worst}"] * bool(worst)]
+        told += [f"recommended: {self.reason} {RULE}"]
         wrapped = [line for words in told for line in textwrap.wrap(words, WIDTH, subsequent_indent="  ")]
         lines = [*textwrap.wrap(title, WIDTH), "", *columns(table, right=range(1, len(table[0]))), "", *wrapped]
         return "\n".join(lines + [""] * bool(self.lines) + [f"    {line}" for line in self.lines])
@@ -151,10 +146,9 @@ class Tuning:
     def _cells(self, row: Row) -> tuple[str, ...]:
         low, median, high = (_number(1e3 * seconds) for seconds in row.quartiles)
         plain, rate = self.rows[FLOAT32], _number(self.about["samples"] / row.quartiles[1])
-        compared = ["-", "-"] if row is plain else [percent(row.gradient_error), percent(row.distance(plain))]
-        lost = percent(row.lost_updates)
-        figures = (median, f"{low}-{high}", rate, _mib(row), compared[0], f"{row.loss:.4g}", compared[1])
-        return (str(row.way), *figures, str(row.skipped), lost)
+        off = "-" if row is plain else percent(row.distance(plain))
+        figures = (median, f"{low}-{high}", rate, _mib(row), f"{row.loss:.4g}", off)
+        return (str(row.way), *figures, str(row.skipped), percent(row.lost_updates))
 
     def to_json(self, path: str | Path) -> None:
         """Write all figures, what is recommended, and why."""

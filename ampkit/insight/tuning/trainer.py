@@ -19,11 +19,10 @@ from ...casting.engine import active_casting
 from ...casting.tensors import map_tensors, tensors_in
 from ..updates import Weights
 from .factory import Source, checked
-from .ways import AUTOCAST, FLOAT32, Way, fused, fused_in_words, optimizers_for
+from .ways import AUTOCAST, Way, fused, fused_in_words, optimizers_for
 
 _STEPS_FOR_PEAK = 3  # the first
 _STEPS_FOR_UPDATES = 5  # the last
-_BACKOFFS = 40  # from 2**24 to below 2**-14
 
 
 class Trainer:
@@ -77,10 +76,9 @@ class Trainer:
             for of_param, of_all in weights.lost().values() if weights is not None else ():
                 lost, total = lost + int(of_param), total + int(of_all)
         share = lost / total if total else math.nan
-        found = {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes, **self._error()}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes
-        return found
+        return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes}
 
     def _make(self) -> None:
         self.model: Any = None  # before another is made
@@ -139,31 +137,6 @@ class Trainer:
         losses.append(float(self._step(self._on_device(next(self._taken)))))
         return api.step_was_skipped(self.optimizer) or self._scaler.get_scale() < scale
 
-    # Gradients
-
-    def _error(self) -> dict[str, Any]:
-        """How far the gradients of the first batch, at the first weights, are from float32's."""
-        api.close()
-        self._make()
-        self._prepare(Way(FLOAT32))
-        exact = self._gradients()
-        self._prepare(self.way)
-        return errors_of(self._gradients(), exact)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """By name, unscaled, in float64; at the highest loss scale at which they are finite."""
-        batch, found = self._on_device(self.batches[0]), {}
-        for _ in range(_BACKOFFS):
-            torch.manual_seed(0)
-            self._backward(batch)
-            self._scaler.unscale_(self.optimizer)
-            self._scaler.update()
-            named = [(name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None]
-            found = {name: gradient.detach().to("cpu", torch.float64).to_dense() for name, gradient in named}
-            if all(bool(gradient.isfinite().all()) for gradient in found.values()):
-                break
-        return found
-
     # The device
 
     def _synchronize(self) -> None:
@@ -198,20 +171,3 @@ class _Peak:
             events = self._profile.kineto_results.events()
             changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
             self.bytes = max(itertools.accumulate(change for _, change in changes), default=0)
-
-
-def errors_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    """The fields of a row: ``gradient_error`` and ``worst_modules``, of gradients by name."""
-    off: dict[str, float] = {}  # squares of norms, by module
-    size: dict[str, float] = {}
-    for name, wanted in exact.items():
-        own = found.get(name, torch.zeros_like(wanted))
-        module = name.rpartition(".")[0] or name
-        off[module] = off.get(module, 0.0) + float((own - wanted).square().sum())
-        size[module] = size.get(module, 0.0) + float(wanted.square().sum())
-    whole = sum(size.values())
-    by_module = {module: math.sqrt(off[module] / size[module]) for module in off if size[module]}
-    return {
-        "gradient_error": math.sqrt(sum(off.values()) / whole) if whole else 0.0,
-        "worst_modules": sorted(by_module.items(), key=lambda item: -item[1])[:5],
-    }

@@ -36,7 +36,7 @@ def tune(
     levels: Sequence[str] = LEVELS,
     float16: bool | None = None,
 ) -> Tuning:
-    """Train a model at every level and compare: time, memory, gradients, losses; and say which level to take, and why.
+    """Train a model at every level and compare: time, memory, losses; and say which level to take, and why.
 
     ``factory()`` returns ``(model, optimizer, batches, loss_fn)``. ``model`` is in float32, on its device. ``batches`` gives pairs
     (inputs, targets) as a DataLoader does, of which the first 32 are used in turn, and the loss is
