@@ -1,9 +1,11 @@
-"""Planted troubles, as strangers write them, and healthy scripts: what `ampkit diagnose` says of each, in six ways of training.
+"""Planted troubles, as strangers write them, and healthy scripts: what ampkit's tools say of each, in six ways of training.
 
-Whether a script is in trouble is read off a plain run, without ampkit's tools: a loss, or a weight, that is not finite, an
-exception, weights that stand still, or a loss scale that falls in each of the last iterations. Then the tool has to name the
-marked line, the kind and the cure, and the script with the cure in its place has to be healthy; where the plain run is healthy,
-the tool has to find nothing.
+What is not finite is for `ampkit diagnose`, a model that does not move for `ampkit check`, a slow script for `ampkit record`.
+Whether a script is in trouble is read off a plain run, without these: a loss, or a weight, that is not finite, an exception,
+weights that stand still, or a loss scale that falls in each of the last iterations; the named parameter that has not moved; or
+what a count of operators shows: products in float32 or of odd sizes, float64, numbers that are read. Then the tool has to name
+the marked line, or the parameter, the kind and the cure, and the script with the cure in its place has to be healthy; where the
+plain run is healthy, the tool has to find nothing.
 
     python benchmarks/troubles.py                     # all, some minutes on one core
     python benchmarks/troubles.py --only "log of p"   # troubles whose names have these words
@@ -11,20 +13,26 @@ the tool has to find nothing.
 """
 
 import argparse
+import ast
 import os
 import re
 import runpy
 import sys
 import tempfile
 import traceback
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch._dynamo  # each run is a fork of this process: what it needs is imported here, once
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-import ampkit.insight.diagnose_script  # noqa: F401
+import ampkit.insight.check
+import ampkit.insight.diagnose_script
+import ampkit.insight.record.command  # noqa: F401
 from ampkit.__main__ import main as ampkit_main
 
 #: How a script is set up, and what one iteration is.
@@ -48,7 +56,7 @@ WAYS = {
         )
     },
     "alone": (
-        "model = model.bfloat16()\noptimizer = ampkit.optimizers.FusedAdam(model.parameters(), lr=LR)",
+        "model = model.bfloat16()\noptimizer = ampkit.optimizers.AdamW(trained, lr=LR)",
         "out = model(x.bfloat16())\nloss = loss_of(out, y)",
         "loss.backward()\n{clip}\noptimizer.step()",
     ),
@@ -73,7 +81,8 @@ def batch(i):
 def loss_of(out, y):
     {loss}
 model = Net()
-optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+{model}
+optimizer = torch.optim.AdamW(trained, lr=LR)
 {setup}
 for i in range({iterations}):
     x, y = batch(i)
@@ -81,17 +90,24 @@ for i in range({iterations}):
     {run}
     {step}
     if i == {iterations} - 4:
-        before = [p.detach().clone() for p in model.parameters()]
+        before = {name: value.float().clone() for name, value in STATE().items()}
     print("iteration", i, loss.item(), scaler.get_scale() if "scaler" in globals() else SCALE())
-params = list(model.parameters())
-print("weights", all(bool(p.isfinite().all()) for p in params), any(not p.equal(b) for p, b in zip(params, before)))
+after = {name: value.float() for name, value in STATE().items()}
+print("weights", all(bool(p.isfinite().all()) for p in after.values()), any(not after[n].equal(b) for n, b in before.items()))
+print("moved", *(name for name, b in before.items() if (after[name] != b).float().mean() > 0.5))
 """
 SCALE = "lambda: ampkit.loss_scale(optimizer) if ampkit.current_session() is not None else 1.0"
+STATE = (
+    "lambda: model.state_dict() if ampkit.current_session() is not None else "
+    "ampkit.optimizers.float32_state_dict(model, optimizer)"
+)
+OPTIMIZERS = os.path.dirname(torch.optim.__file__)
 AT = 13  # the iteration of faults that are of a batch: the loss scale has come down by then
 
 BODY = "h = F.relu(self.norm(self.body(x)))"
 HEAD = "return self.head(h)"
 CE = "return F.cross_entropy(out.float(), y)"
+TRAINED = "trained = list(model.parameters())"
 
 
 @dataclass
@@ -99,7 +115,10 @@ class Trouble:
     """A script with ``line`` in the place of ``{here}`` in one of its parts; ``cured`` stands there in the cured one.
 
     ``kind`` and ``cure`` are words that the tool has to print, ``also``
-    another line that may be named, by the way of training.
+    another line that may be named, by the way of training. ``moves`` is
+    a parameter that has to move, ``most`` what a count of operators may
+    show at most, `Count`'s fields; ``cured_way`` is the way of the cured
+    script, where the way itself is the cure.
     """
 
     line: str
@@ -114,13 +133,22 @@ class Trouble:
     lr: float = 1e-3
     iterations: int = 20
     also: dict = field(default_factory=dict)
+    model: str = TRAINED
+    moves: str = ""
+    most: dict = field(default_factory=dict)
+    cured_way: str = ""
     ways: tuple = tuple(WAYS)
+
+    @property
+    def tool(self):
+        return "check" if self.moves else "record" if self.most else "diagnose"
 
     def script(self, way, line):
         setup, run, step = WAYS[way]
         parts = {"forward": self.forward, "batch": self.batch, "loss": self.loss, "init": self.init, "run": run}
+        parts["model"] = self.model
         parts |= {"step": step.replace("{clip}", self.clip), "lr": str(self.lr), "iterations": str(self.iterations)}
-        parts |= {"setup": f"{setup}\nSCALE = {SCALE}"}
+        parts |= {"setup": f"{setup}\nSCALE = {SCALE}\nSTATE = {STATE}"}
         text = SCRIPT.lstrip()
         for name, part in parts.items():
             text = re.sub(
@@ -322,6 +350,183 @@ TROUBLES = {
     ),
 }
 
+# A model that does not move.
+
+LOWER = "x = x.to(self.body.weight.dtype)"
+TROUBLES |= {
+    "a learning rate below what float32 resolves": Trouble(
+        "LR = 1e-12",
+        "LR = 1e-3",
+        "rounds",
+        "",
+        model=f"{{here}}\n{TRAINED}",
+        moves="body.weight",
+    ),
+    "a model in plain bfloat16": Trouble(
+        "model = model.bfloat16()",
+        "model = model.float()",
+        "rounds small updates away",
+        "O5 and O2 train them in float32",
+        model=f"LR = 1e-5\n{{here}}\n{TRAINED}",
+        forward=f"{LOWER}\n{BODY}\n{HEAD}",
+        moves="body.bias",
+        ways=("plain", "O1", "O2", "O5", "alone"),
+    ),
+    "a norm in bfloat16": Trouble(
+        "model.norm.bfloat16()",
+        "model.norm.float()",
+        "rounds small updates away",
+        "O5 and O2 train them in float32",
+        model=f"LR = 1e-4\n{{here}}\n{TRAINED}",
+        forward="h = self.body(x)\nh = F.relu(self.norm(h.to(self.norm.weight.dtype))).to(h.dtype)\nreturn self.head(h)",
+        moves="norm.weight",
+    ),
+    "a body that is still frozen": Trouble(
+        "model.body.requires_grad_(False)",
+        "model.body.requires_grad_(True)",
+        "requires_grad is False",
+        "requires_grad_(True)",
+        model=f"{{here}}\n{TRAINED}",
+        moves="body.weight",
+    ),
+    "an optimizer over another model": Trouble(
+        "trained = list(Net().parameters())",
+        "trained = list(model.parameters())",
+        "",
+        "model.parameters()",
+        model="{here}",
+        moves="body.weight",
+        also={"torch.amp": "scaler.step(", **dict.fromkeys(("O1", "O2", "O5"), "ampkit.initialize(model")},
+    ),
+    "a head that is newer than the optimizer": Trouble(
+        "trained = list(model.parameters())\nmodel.head = nn.Linear(16, 4)",
+        "model.head = nn.Linear(16, 4)\ntrained = list(model.parameters())",
+        "no optimizer",
+        "model.parameters()",
+        model="{here}",
+        moves="head.weight",
+    ),
+    "zero_grad after backward": Trouble(
+        "optimizer.zero_grad()",
+        "pass",
+        "gradients were cleared between backward() at",
+        "zero_grad() belongs in front of backward()",
+        clip="{here}",
+        moves="body.weight",
+    ),
+    "detach in the forward pass": Trouble(
+        "h = h.detach()",
+        "h = h * 1",
+        "no gradient reaches them",
+        "detach() at script.py",
+        forward=f"{BODY}\n{{here}}\n{HEAD}",
+        moves="body.weight",
+    ),
+    "no_grad around a part": Trouble(
+        "with torch.no_grad():\n    h = self.body(x)",
+        "with torch.enable_grad():\n    h = self.body(x)",
+        "no gradient reaches them",
+        "no_grad() at script.py",
+        forward="{here}\nh = F.relu(self.norm(h))\nreturn self.head(h)",
+        moves="body.weight",
+    ),
+    ".data of an activation": Trouble(
+        "h = h.data",
+        "h = h * 1",
+        "no gradient reaches them",
+        ".data at script.py",
+        forward=f"{BODY}\n{{here}}\n{HEAD}",
+        moves="body.weight",
+    ),
+}
+
+# A script that is slow.
+
+WIDE = "self.body, self.norm, self.head = nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 8)\nself.mid = nn.Linear(64, 64)"
+EIGHT = "x, y = torch.randn(8, 8), torch.randint(4, (8,))"
+SLOW = {"init": WIDE, "batch": EIGHT, "forward": f"{BODY}\nh = self.mid(h)\n{HEAD}"}
+CASTING = ("torch.amp", "O1", "O2", "O5")
+TROUBLES |= {
+    "a region without casts": Trouble(
+        "with torch.autocast('cpu', enabled=False):\n    h = F.linear(h.float(), self.mid.weight.float())",
+        "h = F.linear(h, self.mid.weight)",
+        "computes in float32",
+        "end the region",
+        most={"float32": 0.01},
+        ways=CASTING,
+        **SLOW | {"forward": f"{BODY}\n{{here}}\n{HEAD}"},
+    ),
+    "a product of .float()": Trouble(
+        "h = F.linear(h.float(), self.mid.weight.float()).to(h.dtype)",
+        "h = F.linear(h, self.mid.weight)",
+        "computes in float32",
+        "x.to(y.dtype)",
+        most={"float32": 0.01},
+        ways=(*CASTING, "alone"),
+        **SLOW | {"forward": f"{BODY}\n{{here}}\n{HEAD}"},
+    ),
+    "a scale that makes float32": Trouble(
+        "h = h * self.scale.float()",
+        "h = h * self.scale.to(h.dtype)",
+        "computes in float32",
+        "cast what promotes it",
+        most={"float32": 0.01},
+        ways=(*CASTING, "alone"),
+        **SLOW
+        | {
+            "init": f"{WIDE}\nself.scale = nn.Parameter(torch.ones(64))",
+            "forward": f"{BODY}\n{{here}}\nh = torch.einsum('bi,oi->bo', h, self.mid.weight.to(h.dtype))\n"
+            "return self.head(h.to(self.head.weight.dtype))",
+        },
+    ),
+    "a penalty in float64": Trouble(
+        "w = model.mid.weight.double()",
+        "w = model.mid.weight.float()",
+        "computes in float64",
+        "x.float()",
+        most={"float64": 0},
+        **SLOW | {"loss": "{here}\nreturn F.cross_entropy(out.float(), y) + 1e-6 * (w @ w.T).square().sum()"},
+        also=dict.fromkeys(WAYS, "(w @ w.T)"),
+    ),
+    "positions in float64": Trouble(
+        "h = (h * torch.linspace(0, 1, 64, dtype=torch.float64)).to(h.dtype)",
+        "h = h * torch.linspace(0, 1, 64, dtype=h.dtype)",
+        "computes in float64",
+        "x.float()",
+        most={"float64": 0},
+        **SLOW | {"forward": f"{BODY}\n{{here}}\nh = self.mid(h)\n{HEAD}"},
+    ),
+    "a width of 60": Trouble(
+        "self.mid, self.out = nn.Linear(64, 60), nn.Linear(60, 64)",
+        "self.mid, self.out = nn.Linear(64, 64), nn.Linear(64, 64)",
+        "N = 60 is no multiple of 8",
+        "pad it to 64",
+        most={"odd": 0.01},
+        ways=(*CASTING, "alone"),
+        **SLOW | {"init": f"{WIDE}\n{{here}}", "forward": f"{BODY}\nh = self.out(self.mid(h))\n{HEAD}"},
+        also=dict.fromkeys(WAYS, "self.mid(h)"),
+    ),
+    "the norm of each gradient, read": Trouble(
+        "norm = sum(p.grad.float().norm().item() ** 2 for p in model.parameters()) ** 0.5",
+        "norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()",
+        "numbers an iteration",
+        "read one number",
+        most={"reads": 6},
+        clip="{here}",
+        **SLOW,
+    ),
+    "no lower precision at all": Trouble(
+        "h = self.mid(h)",
+        "h = self.mid(h)",
+        "every matrix product computes in float32",
+        'opt_level="O1"',
+        most={"float32": 0.01},
+        ways=("plain",),
+        cured_way="O1",
+        **SLOW | {"forward": f"{BODY}\n{{here}}\n{HEAD}"},
+    ),
+}
+
 HEALTHY = {
     "cross entropy": {},
     "label smoothing": {"loss": "return F.cross_entropy(out.float(), y, label_smoothing=0.1)"},
@@ -389,23 +594,63 @@ def forked(folder, call):
     return path.read_text(errors="replace"), os.waitstatus_to_exitcode(status)
 
 
-def plain(folder, text):
+class Count(TorchDispatchMode):
+    """Shares of the multiplications of matrix products, in float32 and of odd sizes, and numbers: in float64, and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.work, self.reads, self.float64 = Counter(), 0, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        name = op._schema.name.removeprefix("aten::")
+        if name in ("mm", "addmm", "bmm", "baddbmm"):
+            a, b = args[-2:]
+            work = 2 * a.numel() * b.shape[-1]
+            is_odd = a.element_size() == 2 and any(size % 8 for size in (*a.shape[-2:], b.shape[-1]))
+            self.work.update({"all": work, str(a.dtype): work, "odd": work * is_odd})
+        self.reads += name == "_local_scalar_dense" and not in_optimizer()
+        self.float64 += isinstance(out, torch.Tensor) and out.dtype is torch.float64 and out.dim() > 0
+        return out
+
+    def shares(self, iterations):
+        all_work = max(1, self.work["all"])
+        return {
+            "float32": self.work["torch.float32"] / all_work,
+            "odd": self.work["odd"] / all_work,
+            "float64": self.float64 / iterations,
+            "reads": self.reads / iterations,
+        }
+
+
+def in_optimizer():
+    """Whether torch's own optimizer, which keeps counts as tensors, runs."""
+    return any(frame.filename.startswith(OPTIMIZERS) for frame in traceback.extract_stack())
+
+
+def plain(folder, text, trouble):
     """Whether a script is healthy, and what it printed, run without any tool."""
     path = Path(folder) / "script.py"
     path.write_text(text)
 
     def call():
-        runpy.run_path(str(path), run_name="__main__")
+        with Count() if trouble.most else nullcontext() as count:
+            runpy.run_path(str(path), run_name="__main__")
+        print("counted", count.shares(trouble.iterations) if count else {})
 
     printed, code = forked(folder, call)
     rows = [line.split() for line in printed.splitlines() if line.startswith("iteration")]
     losses, scales = [float(row[2]) for row in rows], [float(row[3]) for row in rows]
     is_still = not all(a > b for a, b in zip(scales[-4:], scales[-3:]))
     is_finite = all(loss == loss and abs(loss) != float("inf") for loss in losses)
-    return code == 0 and is_finite and is_still and "weights True True" in printed, printed
+    moved = next((line.split() for line in printed.splitlines() if line.startswith("moved")), [])
+    counted = ast.literal_eval(next((one[8:] for one in printed.splitlines() if one.startswith("counted ")), "{}"))
+    is_quick = all(counted.get(name, 0) <= most for name, most in trouble.most.items())
+    is_well = code == 0 and is_finite and is_still and "weights True True" in printed
+    return is_well and is_quick and (not trouble.moves or trouble.moves in moved), printed
 
 
-def tool(folder, text, command="diagnose"):
+def tool(folder, text, command):
     (Path(folder) / "script.py").write_text(text)
     printed, _ = forked(folder, lambda: ampkit_main([command, "script.py"]))
     return "\n".join(
@@ -420,23 +665,38 @@ def lines_with(words, text):
 def judge(folder, trouble, way):
     """``right``, ``healthy`` where nothing is wrong in this way and nothing was found, or what the tool got wrong."""
     text = trouble.script(way, trouble.line)
-    healthy, printed = plain(folder, text)
-    said = tool(folder, text)
+    healthy, printed = plain(folder, text, trouble)
+    said = tool(folder, text, trouble.tool)
+    if not trouble.line:  # a healthy script, of which all tools are asked
+        said += tool(folder, text, "check")
     if healthy:
-        return ("healthy" if "nothing found" in said else "FALSE ALARM"), said
+        return ("healthy" if is_quiet(trouble, said) else "FALSE ALARM"), said
     lines = lines_with("# here", text)
     lines = {number - i for number in lines for i in range(trouble.line.count("\n") + 1)}
     lines |= lines_with(trouble.also[way], text) if way in trouble.also else set()
     wrong = []
-    if not any(f"script.py:{number} " in said for number in lines):
+    is_named = trouble.moves and re.search(rf"(not trained|mistake).*\b{re.escape(trouble.moves)}\b", said)
+    if not (is_named or any(re.search(rf'script.py(:|", line ){number}\b', said) for number in lines)):
         wrong.append("line")
     if trouble.kind not in said:
         wrong.append("verdict")
     if trouble.cure not in said:
         wrong.append("cure")
-    if not plain(folder, trouble.script(way, trouble.cured))[0]:
+    if not plain(folder, trouble.script(trouble.cured_way or way, trouble.cured), trouble)[0]:
         wrong.append("NOT CURED")
     return ("wrong: " + ", ".join(wrong) if wrong else "right"), f"{said}\n--- plain\n{printed[-600:]}"
+
+
+NOT_TRAINED = re.compile(r"^not trained.*", re.M)
+
+
+def is_quiet(trouble, said):
+    """Whether the tools found nothing of what is not there."""
+    if trouble.tool == "record":
+        return trouble.kind not in said
+    if trouble.tool == "check":
+        return "none seen" in said and trouble.moves not in "".join(NOT_TRAINED.findall(said))
+    return "nothing found" in said and (trouble.line or "none seen" in said)
 
 
 def main():

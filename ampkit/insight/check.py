@@ -32,16 +32,15 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
-from .explain import Explanation, ModuleRow, OptimizerRow, columns, explain, short
+from .explain import Explanation, ModuleRow, OptimizerRow, explain
+from .failures import in_words
 from .record.arithmetic import product_of
-from .record.groups import collapsed, pattern
-from .record.tensors import SAMPLE
 from .repeating import unwatched
-from .sites import hide_observers
+from .sites import hide_observers, look
+from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .updates import Weights
 from .watching import Call, Watch, tensors_in
-from .words import percent
+from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
 #: A script whose optimizers do not step ends after this many forward or backward passes for each iteration that was asked for.
@@ -82,6 +81,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         sys.excepthook = hook
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            if words := in_words(error):
+                observer.note(words)
             if observer.roots:
                 _print_report(arguments.target, observer)
             hide_observers(error)
@@ -123,8 +124,7 @@ class Observer(logging.Handler, Listener):
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
         self.as_it_is: Explanation | None = None  # after the latest step
-        self.lost: dict[tuple[str, str], dict[str, Any]] = {}  # and all updates: by kind and dtype, and by parameter
-        self._weights: Weights | None = None
+        self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
         self.not_cast: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class Observer(logging.Handler, Listener):
     def step_begins(self, optimizer: Any) -> None:
         self._end_if_enough()
         with _unseen():
-            self._weights = Weights(optimizer, SAMPLE)
+            self.standstill.step_begins(optimizer)
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
@@ -188,6 +188,7 @@ class Observer(logging.Handler, Listener):
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         session = current_session()
         with _unseen():
+            self.standstill.step_ends(optimizer, skipped)
             if session is not None and session.plan.enabled:
                 self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
                 self.as_it_is = explain(session)
@@ -195,12 +196,12 @@ class Observer(logging.Handler, Listener):
                 self.as_it_is = explain(self.models, list(self.steps))
                 self._look_at_weights(optimizer)
         if self.does == "torch.autocast in float16" and not self.has_scaler:
-            self._note(
+            self.note(
                 "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
             )
 
     def _look_at_weights(self, optimizer: Any) -> None:
-        """What a script without ampkit holds its weights in, and how many updates of this step rounding lost in them."""
+        """What a script without ampkit holds its weights in."""
         params = {param: name for model in self.models for name, param in model.named_parameters()}
         if "autocast" not in self.does:
             trained = {one.dtype for one in (*params, *params_of(optimizer)) if one.requires_grad}
@@ -208,22 +209,10 @@ class Observer(logging.Handler, Listener):
             frozen = [short(dtype) for dtype in LOWER_PRECISION if dtype in {one.dtype for one in params}]
             if lower or frozen:
                 self.does = f"weights in {lower[0]}" if lower else f"float32, beside frozen weights in {frozen[0]}"
-        counts = self._weights.counts() if self._weights is not None else {}
-        for one in self._weights.list if self._weights is not None else ():
-            if one.param.dtype in LOWER_PRECISION and one.name in counts:
-                found = self.lost.setdefault((type(optimizer).__name__, short(one.param.dtype)), {})
-                before = found.get(params.get(one.param, one.name), (0, 0))
-                found[params.get(one.param, one.name)] = tuple(a + int(b) for a, b in zip(before, counts[one.name]))
 
     def all_mistakes(self) -> Iterator[str]:
         """Lost updates first."""
-        for (kind, dtype), counts in self.lost.items():
-            lost, total = map(sum, zip(*counts.values()))
-            worst = max(counts, key=lambda name: counts[name][0] / max(1, counts[name][1]))
-            yield (
-                f"{kind} updates weights in {dtype}, which rounds small updates away: {lost / max(1, total):.0%} of those seen, "
-                f"{counts[worst][0] / max(1, counts[worst][1]):.0%} of {worst!r}; O5 and O2 train them in float32"
-            )
+        yield from self.standstill.lost_in_lower_precision(self.models)
         yield from self.mistakes
 
     def _pass(self, count: int) -> None:
@@ -243,12 +232,21 @@ class Observer(logging.Handler, Listener):
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)
+        if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
+            self.standstill.cut("no_grad()", look()[0])
         self._here.depth = self.depth + 1
 
     def forward_ends(self, _: nn.Module) -> None:
         self._here.depth = max(0, self.depth - 1)
 
+    def backward_ends(self) -> None:
+        with _unseen():
+            self.standstill.backward_ends(param for model in self.models for param in model.parameters())
+
     def note_call(self, function: Any, args: Sequence[Any]) -> None:
+        is_data = getattr(function, "__self__", None) is torch.Tensor.data
+        if is_data or function is torch.Tensor.detach:
+            self.standstill.cut(".data" if is_data else "detach()", look()[0])
         rule = self._rules.get(function)
         if rule is None or rule.kind not in self.casts:
             return
@@ -267,9 +265,9 @@ class Observer(logging.Handler, Listener):
     # Mistakes
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._note(record.getMessage())
+        self.note(record.getMessage())
 
-    def _note(self, mistake: str) -> None:
+    def note(self, mistake: str) -> None:
         self.mistakes.setdefault(mistake)
 
     def backward_begins(self, _: Sequence[Any]) -> None:
@@ -308,7 +306,7 @@ class Observer(logging.Handler, Listener):
     def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             if self._is_scaled and current_session() is None:
-                self._note(
+                self.note(
                     "clip_grad_norm_ before GradScaler.unscale_: it clips by a norm that is multiplied by the loss scale"
                 )
             return original(*args, **kwargs)
@@ -394,6 +392,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
+        *(("not trained", reason) for reason in seen.standstill.reasons(models)),
         ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or ["none seen"]),
     ]

@@ -7,7 +7,6 @@ tables in policy/, `why_not_in_one_pass` in iteration/. ``print(session)`` and `
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -34,6 +33,7 @@ from ..policy import CastKind
 from ..registry import live_sessions, wrapper_of
 from ..session import Session
 from ..sharding import fsdp_modules
+from .words import collapsed, columns, pattern, short
 
 _F, _VF = torch.nn.functional, torch._VF
 #: What a layer of torch's calls: the first row that it is an instance of.
@@ -141,7 +141,9 @@ class Explanation:
             rows = [("optimizer", "parameters", "float32 values", "step", "bytes per parameter")]
             for optimizer in self.optimizers:
                 step = f"{optimizer.step} ({optimizer.reason})" if optimizer.reason else optimizer.step
-                rows.append((optimizer.kind, f"{optimizer.parameters:,}", optimizer.masters, step, in_bytes(optimizer)))
+                rows.append(
+                    (optimizer.kind, f"{optimizer.parameters:,}", optimizer.masters, step, _in_bytes(optimizer))
+                )
             lines += ["", *columns(rows, right=(1,))]
         return "\n".join(lines)
 
@@ -389,69 +391,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 # Equal rows as one
 
 
-_NUMBER = re.compile(r"\d+")
-
-
 def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
     """Rows that differ in the numbers of their names only become one, named by ranges: ``layers.0-11.attention.q``."""
     alike: dict[Any, list[ModuleRow]] = {}
     for row in rows:
-        key = replace(row, name=_NUMBER.sub("#", row.name), parameters=0, modules=0)
-        alike.setdefault(key, []).append(row)
-    for key, members in alike.items():
-        numbers = {tuple(map(int, _NUMBER.findall(row.name))): row for row in members}
-        # Each place of a name holds a set of numbers; names that agree in all places but one become one name.
-        merged = {tuple(frozenset({number}) for number in places): [row] for places, row in numbers.items()}
-        for place in reversed(range(key.name.count("#"))):
-            groups: dict[Any, dict[frozenset[int], list[ModuleRow]]] = {}
-            for places, own in merged.items():
-                groups.setdefault((places[:place], places[place + 1 :]), {})[places[place]] = own
-            merged = {
-                (*before, frozenset().union(*own), *after): [row for rows in own.values() for row in rows]
-                for (before, after), own in groups.items()
-            }
-        for places, own in merged.items():
-            texts = iter(map(ranges, places))
-            yield replace(
-                key,
-                name=re.sub("#", lambda _, texts=texts: next(texts), key.name),
-                modules=len(own),
-                parameters=sum(row.parameters for row in own),
-            )
+        alike.setdefault(replace(row, name=pattern(row.name), parameters=0, modules=0), []).append(row)
+    for key, own in alike.items():
+        parameters = sum(row.parameters for row in own)
+        yield replace(key, name=collapsed({row.name for row in own}), modules=len(own), parameters=parameters)
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """``0-3`` of 0, 1, 2 and 3; ``0,2`` of 0 and 2."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
-
-
-# Words
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def in_bytes(row: OptimizerRow) -> str:
+def _in_bytes(row: OptimizerRow) -> str:
     """``14.0 = 2.0 weights + 2.0 rests + 2.0 gradients + 8.0 state``"""
     parts = [(name, number) for name, number in row.bytes_per_parameter.items() if number]
     words = [f"{name} after the first step" if number != number else f"{number:.1f} {name}" for name, number in parts]
     total = row.total_bytes
     return " + ".join(words) if total != total else f"{total:.1f} = {' + '.join(words)}"
-
-
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines in which the cells of each column stand below one another."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]

@@ -17,6 +17,11 @@ from .watching import Call
 #: By what the message says: the kind, and the cure.
 _BY_MESSAGE = (
     (
+        "No inf checks were recorded",
+        "an optimizer without gradients",
+        "no backward pass has reached its parameters: make it over model.parameters() of the model that the loss comes from, last",
+    ),
+    (
         "running_mean or running_var, which will be updated in place",
         "batch norm under vmap",
         "torch.func.replace_all_batch_norm_modules_(model), or nn.BatchNorm(track_running_stats=False): it writes to statistics",
@@ -27,6 +32,11 @@ _BY_MESSAGE = (
         "a trace keeps the dtypes of its example: trace it with what it is called with, at the level and inside of the casts",
     ),
 )
+
+
+def in_words(error: BaseException) -> str:
+    """The kind and the cure of an exception whose message tells both; else empty."""
+    return next((f"{kind}: {cure}" for words, kind, cure in _BY_MESSAGE if words in str(error)), "")
 
 
 def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ...]] | None:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import LOWER_PRECISION
-from .explain import columns, short
-from .words import percent
+from .words import columns, percent, short
 
 _SAFETENSORS = {
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},

@@ -14,7 +14,6 @@ import torch
 
 from ..dtypes import LOWER_PRECISION
 from ..iteration.found_inf import is_sparse
-from ..kernels.split import join
 from ..logs import logger, printable
 from ..optimizers.fused import FusedOptimizer
 from ..registry import wrapper_of
@@ -24,6 +23,8 @@ from .around_step import AroundStep, names_of, to_host
 #: A parameter's name, itself, and its group.
 Named = tuple[str, torch.Tensor, dict[str, Any]]
 
+#: Elements of a tensor that stand for all, where only shares are asked for: their standard error is below 1.2%.
+SAMPLE = 2**11
 #: Steps that are all measured, so that the first finding comes soon.
 _FIRST = 5
 
@@ -82,25 +83,15 @@ class Weights:
         are_finite = {weight.name: gradient.isfinite().all() for weight, gradient in self._trained()}
         return self.counts() if all(to_host(are_finite).values()) else {}
 
-    def counts(self, stored_in: torch.dtype | None = None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The same, gradients finite or not, without waiting. ``stored_in`` asks what weights of that dtype would lose."""
+    def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The same, gradients finite or not, without waiting."""
         found = {}
         for trained in self._alike():
             weights, gradients = zip(*trained)
-            if stored_in is not None and weights[0].param.is_complex():
-                continue
-            before, now = _flat(one.before for one in weights), _flat(self._some(one.param.detach()) for one in weights)
-            rests = None
+            now = _flat(self._some(one.param.detach()) for one in weights)
+            stays = now == _flat(one.before for one in weights)
             if weights[0].entry is not None:
-                rests = _flat(one.rest for one in weights), _flat(self._some(one.entry.rest) for one in weights)
-            if stored_in is not None:
-                old, new = (before, now) if rests is None else (join(before, rests[0]), join(now, rests[1]))
-                rounded = old.to(stored_in)
-                stays = (rounded.float() + (new.float() - old.float())).to(stored_in) == rounded
-            else:
-                stays = now == before
-                if rests is not None:
-                    stays &= rests[0] == rests[1]
+                stays &= _flat(self._some(one.entry.rest) for one in weights) == _flat(one.rest for one in weights)
             is_updated = _flat(gradients) != 0
             sizes = [one.numel() for one in gradients]
             for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/troubles.py: in each of these ways diagnose names line, kind and cure, the cure cures, or nothing is wrong."""
+"""Rows of benchmarks/troubles.py: in each of these ways the tool names line, kind and cure, the cure cures, or nothing is wrong."""
 
 import os
 import subprocess
@@ -18,6 +18,10 @@ ROWS = {
         "the same entropy by log_softmax": ("right", "right", "right"),
         "healthy: a causal mask of -inf": ("healthy", "healthy", "healthy"),
         "healthy: NaN that is taken out": ("healthy", "healthy", "healthy"),
+        "zero_grad after backward": ("right", "right", "right"),
+        "detach in the forward pass": ("right", "right", "right"),
+        "a norm in bfloat16": ("right", "healthy", "healthy"),
+        "a penalty in float64": ("right", "right", "right"),
     },
     ("torch.amp", "O1", "O2"): {
         "a product of activations": ("right", "right", "right"),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ...policy.tables import tables_for
-from ..explain import short
-from ..words import in_bytes
+from ..words import in_bytes, short
 from .data import FORWARD, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
+_READS, _MANY_READS = ("item", "local_scalar_dense", "tolist"), 2
 #: Functions that hand on their input's precision where weights are stored in lower precision.
 _NARROW = {name for group in tables_for("default") if group.narrow for name in group.names}
 
@@ -66,7 +66,7 @@ def _instead_of_float32(function: str, reason: str) -> str:
         return "torch casts in it; for attention, the fused kernels do not, and on the CPU they need dropout_p=0"
     if "row " in reason:
         return f'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits'
-    return "call it inside of the model's forward, where calls are cast"
+    return "convert its arguments, x.to(y.dtype), or call it inside of the model's forward, where a level casts them"
 
 
 def _shapes(record: Rows) -> Iterator[Advice]:
@@ -118,7 +118,34 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
         yield Advice(_gain_of_casts(record, size), site, found, change)
 
 
-_RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong)
+def _float64(record: Rows) -> Iterator[Advice]:
+    """Lines that compute in float64."""
+    for site, rows in _by_site(row for row in record.calls if row.dtype is torch.float64 and row.phase != STEP):
+        share = sum(map(record.share_of_time, rows))
+        if share >= _LEAST:
+            first = next((row for row in rows if row.phase == FORWARD), rows[0])
+            change = "x.float() before it: numpy's arrays are float64, and a tensor in float64 makes float64 of what meets it"
+            yield Advice(share, site, f"{first.function} computes in float64 ({share:.0%} of the time)", change)
+
+
+def _reads(record: Rows) -> Iterator[Advice]:
+    """Lines that read many numbers from the device."""
+    for site, rows in _by_site(row for row in record.calls if row.function in _READS):
+        number = sum(row.calls for row in rows) / record.iterations
+        if number > _MANY_READS:
+            found = f"{rows[0].function} reads {number:.0f} numbers an iteration, and the script waits for the device each time"
+            change = "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps"
+            yield Advice(sum(map(record.share_of_time, rows)), site, found, change)
+
+
+def _by_site(rows: Iterable[CallRow]) -> Iterator[tuple[str, list[CallRow]]]:
+    found: dict[str, list[CallRow]] = {}
+    for row in rows:
+        found.setdefault(row.site, []).append(row)
+    yield from found.items()
+
+
+_RULES = (_float32_products, _float64, _reads, _shapes, _casts_of_weights, _ping_pong)
 
 
 def _gain_of_casts(record: Rows, size: float) -> float:

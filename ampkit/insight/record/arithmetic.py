@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..explain import short
+from ..words import short
 
 #: What each of these dtypes needs the sizes of a product to be multiples of: 16 bytes.
 _MULTIPLES = {torch.float16: 8, torch.bfloat16: 8}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..explain import ranges
 from ..sites import Site
+from ..words import collapsed
 from .data import CallRow, add
-
-_NUMBER = re.compile(r"\d+")
 
 
 class Precision(NamedTuple):
@@ -110,16 +106,3 @@ def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
             calls = product.calls
             add(product, row)
             product.calls = calls
-
-
-@functools.cache
-def pattern(path: str) -> str:
-    """``blocks.#.query``"""
-    return _NUMBER.sub("#", path)
-
-
-def collapsed(paths: set[str]) -> str:
-    """Paths that differ in numbers alone, as one: ``blocks.0-5.query``."""
-    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths))
-    texts = iter([ranges(set(column)) for column in columns])
-    return re.sub("#", lambda _: next(texts), pattern(next(iter(paths))))

@@ -25,12 +25,12 @@ from ...errors import ConfigurationError
 from ...events import Listener, is_stepping, listening, steps
 from ...patching import PatchSet, Undo
 from ...registry import current_session, live_sessions
-from ..explain import short
 from ..watching import Call, Watch, tensors_in
+from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
-from .groups import Group, Precision, pattern, rows_of
+from .groups import Group, Precision, rows_of
 from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
 from .text import Record

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..explain import columns, short
-from ..words import in_bytes, in_seconds
+from ..words import columns, in_bytes, in_seconds, short
 from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 
 WIDTH = 100

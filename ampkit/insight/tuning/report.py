@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..explain import columns
-from ..words import percent
+from ..words import columns, percent
 from .ways import AUTOCAST, FLOAT32, Way
 
 WIDTH = 100

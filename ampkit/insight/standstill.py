@@ -1,0 +1,129 @@
+"""`Standstill`: which parameters the first steps of a script have not moved, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api import step_was_skipped
+from ..dtypes import LOWER_PRECISION
+from .sites import Site, look
+from .updates import SAMPLE, Weights
+from .words import short
+
+_MANY_LOST = 0.5
+
+
+class Standstill:
+    """Is told of backward passes and steps; then `reasons` has a sentence for each reason, with the parameters that it holds of."""
+
+    def __init__(self) -> None:
+        self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
+        self.lost: dict[
+            tuple[str, torch.dtype], dict[Tensor, tuple[int, int]]
+        ] = {}  # and all updates, by class and dtype
+        self._steps: Counter[Tensor] = Counter()
+        self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
+        self._had_gradient: set[Tensor] = set()
+        self._backward = self._step = ""
+        self._weights: Weights | None = None
+
+    def cut(self, words: str, site: Site | None) -> None:
+        """A line has taken the graph away; one that does not say so itself, as ``scale_loss``, is none of the script's."""
+        if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
+            self.cuts.setdefault(f"{words} at {site}: {site.source}")
+
+    def backward_ends(self, params: Iterable[Tensor]) -> None:
+        self._had_gradient = {param for param in params if param.grad is not None}
+        self._backward = str(look()[0])
+
+    def step_begins(self, optimizer: Any) -> None:
+        self._step = str(look()[0])
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                self._steps[param] += 1
+                if (why := self._why_not(param, float(group.get("lr", 1.0)))) is not None:
+                    self._why.setdefault(why, Counter())[param] += 1
+        self._weights = Weights(optimizer, SAMPLE)
+
+    def _why_not(self, param: Tensor, lr: float) -> str | None:
+        if not param.requires_grad:
+            return "requires_grad is False; requires_grad_(True) before the optimizer is made trains them"
+        if lr == 0.0:
+            return "the learning rate is 0"
+        if param.grad is None and param in self._had_gradient:
+            return (
+                f"gradients were cleared between backward() at {self._backward} and step() at {self._step}: zero_grad() belongs "
+                "in front of backward()"
+            )
+        if param.grad is None:
+            return "no gradient"
+        if param.grad.layout is not torch.strided or bool((param.grad != 0).any()):
+            return None
+        return "every gradient is 0: a factor of 0, or zero_grad() before step()"
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        weights, self._weights = self._weights, None
+        self._had_gradient = set()
+        if weights is None or skipped or step_was_skipped(optimizer):
+            return
+        counts = weights.counts()
+        for one in weights.list:
+            if one.name in counts:
+                dtype = one.param.dtype if one.entry is None else torch.float32
+                found = self.lost.setdefault((type(optimizer).__name__, dtype), {})
+                lost, total = found.get(one.param, (0, 0))
+                found[one.param] = lost + int(counts[one.name][0]), total + int(counts[one.name][1])
+
+    def reasons(self, models: Sequence[nn.Module]) -> Iterator[str]:
+        """In words, with names and the cure."""
+        names = _names_in(models)
+        if self._steps:
+            held = {param for param in names if param.requires_grad} - set(self._steps)
+            yield from _with_names(
+                "no optimizer that stepped holds them: make it over model.parameters(), last", held, names
+            )
+            frozen = [param for param in names if not param.requires_grad and param not in self._steps]
+            yield from _with_names("requires_grad is False; requires_grad_(True) trains them", frozen, names)
+        for why, counts in self._why.items():
+            always = [param for param, count in counts.items() if count == self._steps[param]]
+            if why == "no gradient":
+                cuts = "; ".join(list(self.cuts)[:3]) or "the loss does not use them"
+                why = f"no gradient reaches them: {cuts}"
+            yield from _with_names(why, always, names)
+        for (_, dtype), counts in self.lost.items():
+            if dtype not in LOWER_PRECISION:
+                many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
+                why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
+                yield from _with_names(why, many, names)
+
+    def lost_in_lower_precision(self, models: Sequence[nn.Module]) -> Iterator[str]:
+        names = _names_in(models)
+        for (kind, dtype), counts in self.lost.items():
+            shares = {param: lost / max(1, total) for param, (lost, total) in counts.items()}
+            if dtype in LOWER_PRECISION:
+                lost, total = map(sum, zip(*counts.values()))
+                worst = max(shares, key=lambda param: shares[param])
+                yield (
+                    f"{kind} updates weights in {short(dtype)}, which rounds small updates away: {lost / max(1, total):.0%} of "
+                    f"those seen, {shares[worst]:.0%} of {names.get(worst, 'a weight')!r}; O5 and O2 train them in float32"
+                )
+
+
+def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    several = len(models) > 1
+    return {
+        param: f"{type(model).__name__}.{name}" if several else name
+        for model in models
+        for name, param in model.named_parameters()
+    }
+
+
+def _with_names(why: str, params: Iterable[Tensor], names: dict[Tensor, str]) -> Iterator[str]:
+    found = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in params]
+    if found:
+        yield f"{', '.join(sorted(found)[:4])}{', ...' * (len(found) > 4)}: {why}"
