@@ -33,10 +33,9 @@ def page(tmp_path_factory):
     model, optimizer = initialize_quietly(
         Net(), lambda params: torch.optim.Adam(params, 1e-3), "O1", patch_torch_functions_type=torch.bfloat16
     )
-    factors = iter([1.0, float("inf"), 1.0])
     with ampkit.recording() as record:
         for _ in range(3):
-            loss = model(torch.randn(8, 16)).float().square().mean() * next(factors)
+            loss = model(torch.randn(8, 16)).float().square().mean()
             with ampkit.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
@@ -87,9 +86,8 @@ def test_it_shows_the_rows_and_the_source(page):
     assert "return self.head(torch.tanh(self.body(x) + self.bias)) # 1 < 2 & 3" in text
     assert "float32: promoted by parameter 'bias'" in text
     assert "N = 30 is no multiple of 8" in text and "pad it to 32" in text
-    assert "1 of 3 steps skipped" in text and "head.weight" in text
     tables = re.findall(r"<tbody>(.*?)</tbody>", path.read_text(), re.DOTALL)
-    assert [table.count("<tr") for table in tables] == [len(record.calls), len(record.tensors)]
+    assert [table.count("<tr") for table in tables] == [len(record.calls)]
 
 
 IN_THE_BROWSER = """<script>
@@ -101,7 +99,6 @@ addEventListener("load", () => {
   click("calls", 1); found.flops = column("calls", 1).map(Number);
   click("calls", 1); found.upward = column("calls", 1).map(Number);
   click("calls", 5); found.functions = column("calls", 5).map((text) => text.split(" ")[0]);
-  click("tensors", 0); found.names = column("tensors", 0);
   const input = document.querySelector("input"); input.value = "TANH"; input.dispatchEvent(new Event("input"));
   found.shown = [...document.querySelectorAll("#calls tbody tr")].filter((row) => !row.hidden).length;
   found.wide = document.documentElement.scrollWidth > innerWidth;
@@ -130,7 +127,7 @@ def test_tables_sort_and_filter(page, tmp_path):
     record, path = page
     if shutil.which("chromium") is None:
         heads = re.findall(r"<th[^>]*><button>([^<]*)</button></th>", path.read_text())
-        assert heads[:4] == ["Time", "FLOPs", "Cast", "Calls"] and heads.count("Name") == 1
+        assert heads[:4] == ["Time", "FLOPs", "Cast", "Calls"]
         assert path.read_text().count("data-value=") >= 5 * len(record.calls)
         return
     found, console = in_chromium(path, tmp_path)
@@ -138,7 +135,6 @@ def test_tables_sort_and_filter(page, tmp_path):
     flops = sorted(row.flops for row in record.calls)
     assert found["upward"] == flops and found["flops"] == flops[::-1]
     assert found["functions"] == sorted((row.function for row in record.calls), key=str.lower)
-    assert sorted(found["names"]) == sorted(record.tensors)
     assert found["shown"] == sum("tanh" in f"{row.function} {row.reason}" for row in record.calls)
 
 
@@ -193,7 +189,7 @@ def test_pages_of_real_scripts_work(script, tmp_path):
     if shutil.which("chromium") is not None:
         found, console = in_chromium(tmp_path / "record.html", tmp_path)
         assert console == [] and found["errors"] == [] and found["requests"] == [] and not found["wide"]
-        assert found["upward"] == sorted(found["upward"]) and len(found["names"]) > 4
+        assert found["upward"] == sorted(found["upward"])
 
 
 def test_without_jinja2_it_says_what_to_install(page, monkeypatch, tmp_path):

@@ -21,10 +21,11 @@ EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--iterations``, ``--skip`` and ``--json``, and what ``ampkit run`` takes."""
+    """``--iterations``, ``--skip``, ``--json`` and ``--html``, and what ``ampkit run`` takes."""
     parser.add_argument("--iterations", type=int, default=3, metavar="N", help="record so many iterations (3)")
     parser.add_argument("--skip", type=int, default=1, metavar="N", help="after so many that are not recorded (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the source")
     running.add_arguments(parser, observes=True)
 
 
@@ -33,7 +34,9 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if arguments.iterations < 1 or arguments.skip < 0:
         print("ampkit record: expected --iterations of at least 1 and --skip of at least 0.", file=sys.stderr)
         return 2
-    path = arguments.json and arguments.json.resolve()
+    paths = [
+        path and path.resolve() for path in (arguments.json, arguments.html)
+    ]  # before the script changes its folder
     script = _Script(arguments.skip, arguments.iterations)
     code = 0
     try:
@@ -53,9 +56,10 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         return code or 1
     if is_rank_zero():
         print(record)
-        if path is not None:
-            record.to_json(path)
-            print(f"ampkit record: wrote {path}", file=sys.stderr)
+        for path, write in zip(paths, (record.to_json, record.to_html)):
+            if path is not None:
+                write(path)
+                print(f"ampkit record: wrote {path}", file=sys.stderr)
     return code
 
 

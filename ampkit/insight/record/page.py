@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from ..explain import short
-from ..words import in_bytes, in_seconds, percent
+from ..words import in_bytes, in_seconds, percent, short
 from .data import CallRow, Rows
-from .text import dtypes, function_of, scale_in_words
+from .text import dtypes, function_of
 
 #: Lines of source around each that was recorded.
 _CONTEXT = 2
@@ -63,40 +62,30 @@ def render(record: Rows) -> str:
         record=record,
         tiles=list(_tiles(record)),
         bars=list(_bars(record)),
-        scale=scale_in_words(record),
         files=list(_files(record)),
     )
 
 
 def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
     """Figure, name and remark."""
-    yield in_seconds(record.seconds / record.runs), "in operators, per iteration", f"{record.iterations} recorded"
+    yield in_seconds(record.seconds / record.iterations), "in operators, per iteration", f"{record.iterations} recorded"
     if record.flops:
         yield percent(record.tensor_core_share), "of FLOPs fit Tensor Cores", "by shapes and dtypes"
-    cast = sum(row.bytes_cast for row in record.calls) / record.runs
+    cast = sum(row.bytes_cast for row in record.calls) / record.iterations
     yield in_bytes(cast), "cast, per iteration", ""
-    if record.scale:
-        skipped = sum(step.skipped for step in record.scale)
-        yield f"{record.scale[-1].loss_scale:g}", "loss scale", f"{skipped} of {len(record.scale)} steps skipped"
-    lost = [row.lost_updates for row in record.tensors.values() if row.lost_updates is not None]
-    if lost:
-        yield percent(max(lost)), "of updates lost", "in the tensor that loses most"
 
 
-def _bars(record: Rows) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
-    """Stacked bars: a title, what the parts are, and these with name, share and words."""
+def _bars(record: Rows) -> Iterator[tuple[str, list[tuple[str, float, str]]]]:
+    """Stacked bars: a title, and the parts with dtype, share and words."""
     if record.flops:
         parts = [(short(dtype), share, percent(share)) for dtype, share in record.flops_by_dtype().items()]
-        yield f"FLOPs by dtype: {record.flops / record.runs / 1e9:.3g} G an iteration", "dtype", parts
+        yield f"FLOPs by dtype: {record.flops / record.iterations / 1e9:.3g} G an iteration", parts
     times: dict[str, float] = {}
     for row in record.calls:
         name = short(row.dtype) if row.dtype is not None else "no floating-point numbers"
         times[name] = times.get(name, 0.0) + record.share_of_time(row)
     ordered = sorted(times.items(), key=lambda item: -item[1])
-    yield "Time by dtype", "dtype", [(name, share, percent(share)) for name, share in ordered]
-    if record.peak_bytes:
-        parts = [(kind, size / record.peak_bytes, in_bytes(size)) for kind, size in record.memory.items()]
-        yield f"Memory at the peak: {in_bytes(record.peak_bytes)}", "memory", parts
+    yield "Time by dtype", [(name, share, percent(share)) for name, share in ordered]
 
 
 def _files(record: Rows) -> Iterator[dict[str, Any]]:

@@ -125,7 +125,7 @@ class Reasons:
         if engine is None:
             return None
         if self._rules[0] is not engine:
-            rules = engine.policy.rules(casting.engine._registered.values())[0]
+            rules = engine.policy.rules(casting.engine._registered.values())
             names = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
             self._rules = engine, names
         _, rules = self._rules

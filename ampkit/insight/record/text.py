@@ -22,7 +22,7 @@ _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 @dataclass
 class Record(Rows):
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json`.
+    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json` or `to_html`.
 
     ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
     weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
@@ -34,6 +34,12 @@ class Record(Rows):
         """Write all rows as JSON: the fields, files without their folders, and dtypes as ``"bfloat16"``."""
         fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
         Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that needs no network: the source with dtypes and shares of time, and what to change. It takes jinja2."""
+        from .page import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:
         """Overview, lines by time, and advice."""
