@@ -79,7 +79,7 @@ def test_a_bad_batch_leaves_no_trace_and_is_told(level, name, clip, caplog):
             assert ampkit.step_was_skipped(optimizer)
         iteration(model, optimizer, clip=clip)
     assert not ampkit.step_was_skipped(optimizer)
-    assert caplog.text.count(SKIPPED) == 2
+    assert caplog.text.count(SKIPPED) == 1  # of equal lines
     after = everything(model, optimizer)
     assert all(value.float().isfinite().all() for value in after)
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
