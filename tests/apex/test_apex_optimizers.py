@@ -351,3 +351,47 @@ def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(ep
     assert torch.equal(copy, param.half())
     fused_adam_cuda.adam(param, torch.empty(0), m, v, torch.zeros(5), 0.0, beta1, beta2, eps, 1.0, 4, 1, 0, 0.0)
     assert torch.equal(copy, param.half())  # a learning rate of 0 and no bias correction: nothing moves
+
+
+# Arguments by position, in the order of Apex's documentation
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "names"),
+    [
+        (
+            "FusedAdam",
+            (0.1, False, (0.5, 0.6), 1e-4, False, 0.2, False, False, True, True),
+            "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable master_weights",
+        ),
+        (
+            "FusedSGD",
+            (0.1, 0.5, 0.0, 0.2, True, True, False, True),
+            "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads set_grad_none",
+        ),
+        (
+            "FusedSGD",
+            (0.1, 0.5, 0.0, 0.2, True, True, False),
+            "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads",
+        ),
+        (
+            "FusedLAMB",
+            (0.1, False, (0.5, 0.6), 1e-4, 0.2, False, False, False, False, 0.5, True),
+            "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none max_grad_norm use_nvlamb",
+        ),
+    ],
+)
+def test_arguments_by_position_are_those_by_name(name, given, names):
+    make = getattr(optimizers, name)
+    by_place, by_name = (
+        make(several_params(torch.float32), *given),
+        make(several_params(torch.float32), **dict(zip(names.split(), given, strict=True))),
+    )
+    for part in "defaults", "adam_w_mode", "set_grad_none", "master_weights", "materialize_master_grads", "use_nvlamb":
+        assert getattr(by_place, part, None) == getattr(by_name, part, None)
+    found = {**vars(by_place), **by_place.defaults}
+    assert all(
+        float(found[key]) == float(value) for key, value in zip(names.split(), given) if key != "betas" and key in found
+    )
+    with pytest.raises(TypeError):
+        make(several_params(torch.float32), *given, *[None] * 4)

@@ -13,16 +13,14 @@ import torch
 
 from .. import kernels
 from ..errors import CheckpointError
-from ..registry import wrapper_of
-from .around_optimizer import AroundOptimizer
-from .fp16_utils.fp16_optimizer import PREPARED_ALREADY, clear_gradients, clip_groups
+from .fp16_utils.fp16_optimizer import WithMasters, clear_gradients, clip_groups
 from .fp16_utils.loss_scaler import DynamicLossScaler
 
 _SCALE = ("cur_scale", "cur_iter")
 _DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
-class MastersOfGroups(AroundOptimizer, DynamicLossScaler):
+class MastersOfGroups(WithMasters, DynamicLossScaler):
     """Float32 masters of all parameters of an optimizer, which steps with them; a subclass says how a group's are laid out.
 
     ``backward(loss)``, then ``step()``: after an overflow nothing is updated, and a dynamic scale falls, to 1 at least.
@@ -32,26 +30,18 @@ class MastersOfGroups(AroundOptimizer, DynamicLossScaler):
     #: The attribute, and the entry of ``state_dict()``, that holds the masters.
     masters: ClassVar[str]
 
-    def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        if wrapper_of(init_optimizer) is not None:
-            raise RuntimeError(PREPARED_ALREADY)
-        arguments = {"init_scale": 2.0**16, **(dynamic_loss_args or {})}
-        super().__init__(**(arguments if dynamic_loss_scale else {"init_scale": static_loss_scale}))
-        self.optimizer, self.dynamic_loss_scale, self.verbose = init_optimizer, dynamic_loss_scale, verbose
-        self.fp16_groups: list[list[torch.Tensor]] = [list(group["params"]) for group in init_optimizer.param_groups]
-        for group, params in zip(init_optimizer.param_groups, self.fp16_groups):
-            if len({param.dtype for param in params}) > 1:
-                raise TypeError(
-                    "FP16_Optimizer found parameters of several dtypes in one group; give those of each dtype a group of their own."
-                )
-            group["params"] = self._make_masters(params)
+    def _begin(self, static_loss_scale: float, arguments: dict[str, Any]) -> None:
+        scale = {"init_scale": 2.0**16, **arguments} if self.dynamic_loss_scale else {"init_scale": static_loss_scale}
+        DynamicLossScaler.__init__(self, **scale)
+
+    def _add_masters(self, group: dict[str, Any]) -> None:
+        params = list(group["params"])
+        if len({param.dtype for param in params}) > 1:
+            raise TypeError(
+                "FP16_Optimizer found parameters of several dtypes in one group; give those of each dtype a group of their own."
+            )
+        self.fp16_groups.append(params)
+        group["params"] = self._make_masters(params)
 
     def _make_masters(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError

@@ -20,19 +20,9 @@ from ..amp.scaler import LossScaler
 from ..around_optimizer import AroundOptimizer
 from .fp16util import pairs_of_gradients
 
-PREPARED_ALREADY = (
-    "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its loss scale. Use "
-    "amp.scale_loss with it, without FP16_Optimizer."
-)
 
-
-class FP16_Optimizer(AroundOptimizer):
-    """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
-
-    ``optimizer.backward(loss)`` in place of ``loss.backward()``, then ``optimizer.step()``. Gradients that are not finite
-    make the step a no-op, and a dynamic scale falls. ``dynamic_loss_args``: init_scale, scale_factor, scale_window,
-    min_loss_scale, max_loss_scale. New scripts are better served by ``ampkit.initialize(..., opt_level="O2")``.
-    """
+class WithMasters(AroundOptimizer):
+    """The constructor that every ``FP16_Optimizer`` has: masters of each group of ``init_optimizer``, and a loss scale."""
 
     def __init__(
         self,
@@ -43,27 +33,47 @@ class FP16_Optimizer(AroundOptimizer):
         verbose: bool = True,
     ) -> None:
         if wrapper_of(init_optimizer) is not None:
-            raise RuntimeError(PREPARED_ALREADY)
-        self.verbose = verbose
+            raise RuntimeError(
+                "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its loss "
+                "scale. Use amp.scale_loss with it, without FP16_Optimizer."
+            )
+        self.optimizer, self.dynamic_loss_scale, self.verbose = init_optimizer, dynamic_loss_scale, verbose
+        self.fp16_groups: list[list[Any]] = []
+        for group in init_optimizer.param_groups:
+            self._add_masters(group)
+        self._begin(static_loss_scale, dict(dynamic_loss_args or {}))
+
+    def _add_masters(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _begin(self, static_loss_scale: float, arguments: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class FP16_Optimizer(WithMasters):
+    """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
+
+    ``optimizer.backward(loss)`` in place of ``loss.backward()``, then ``optimizer.step()``. Gradients that are not finite
+    make the step a no-op, and a dynamic scale falls. ``dynamic_loss_args``: init_scale, scale_factor, scale_window,
+    min_loss_scale, max_loss_scale. New scripts are better served by ``ampkit.initialize(..., opt_level="O2")``.
+    """
+
+    fp32_from_fp16_groups: list[list[nn.Parameter]]
+    fp32_from_fp32_groups: list[list[nn.Parameter]]
+    clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
+
+    def _begin(self, static_loss_scale: float, arguments: dict[str, Any]) -> None:
         self._say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon. amp.initialize is its successor."
         )
-        self.optimizer = init_optimizer
-        self.fp16_groups: list[list[nn.Parameter]] = []
-        self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
-        self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
-        for group in init_optimizer.param_groups:
-            self._add_masters(group)
         self.all_fp16_params = [param for group in self.fp16_groups for param in group]
         self.all_fp32_from_fp16_params = [param for group in self.fp32_from_fp16_groups for param in group]
         self.all_fp32_from_fp32_params = [param for group in self.fp32_from_fp32_groups for param in group]
-        self.loss_scaler: LossScaler = _make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args or {})
-        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler: LossScaler = _make_scaler(static_loss_scale, self.dynamic_loss_scale, arguments)
         self.overflow = False
         self.first_closure_call_this_step = True
         self._scale_of_gradients: float | None = None
         self._own_are_unscaled = False
-        self.clip_grad_norm = nn.utils.clip_grad_norm_
 
     # What a script reads and writes
 
@@ -213,8 +223,8 @@ class FP16_Optimizer(AroundOptimizer):
                     f"FP16_Optimizer expects parameters of float16, bfloat16 or float32, found {param.dtype}."
                 )
         self.fp16_groups.append(halves)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(floats)
+        for name, params in ("fp32_from_fp16_groups", masters), ("fp32_from_fp32_groups", floats):
+            vars(self).setdefault(name, []).append(params)
         # State that an earlier step left in lower precision follows the masters.
         for param in group["params"]:
             for name, value in self.optimizer.state.get(param, {}).items():
