@@ -251,7 +251,9 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
 
 def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
     """The floating outputs in this dtype. Leaves, and what other outputs are made of, stay: scripts differentiate by them."""
-    tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad and x.dtype is not dtype]
+    tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad]
+    if all(x.dtype is dtype for x in tensors):
+        return cast_floating(outputs, dtype)
     stay = {id(x) for x in tensors if x.is_leaf}
     made_by: dict[Any, list[int]] = {}
     for x in tensors:

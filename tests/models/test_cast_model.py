@@ -389,6 +389,45 @@ def test_float64_integers_and_complex_inputs_are_left_alone(level):
     assert all(received is value for received, value in zip(model.seen[0][0], given))
 
 
+# (outputs that a script gets, of them the one that it differentiates, the one by which)
+BEHIND_OUTPUTS = {
+    "both narrow": lambda first, second, w: ((second(w), w), 0, 1),
+    "a picture in float32 already": lambda first, second, w: ((second(w).float(), w), 0, 1),
+    "a loss beside its features": lambda first, second, w: (
+        {"loss": second(w).float().square().mean(), "features": w},
+        "loss",
+        "features",
+    ),
+    "a narrow picture of a float32 latent": lambda first, second, w: ((second(v := w.float()), v), 0, 1),
+    "a list inside": lambda first, second, w: (([second(w).exp()], w), 0, 1),
+    "a narrow one of no gradient": lambda first, second, w: ((second(w).float(), w, w.detach()), 0, 1),
+}
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
+@pytest.mark.parametrize("case", BEHIND_OUTPUTS)
+def test_an_output_that_another_one_is_made_of_can_be_differentiated_by(case, level):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return BEHIND_OUTPUTS[case](self.first, self.second, self.first(x))
+
+    def gradient(net):
+        outputs, made, by = net(torch.ones(2, 4))
+        made = outputs[made][0] if isinstance(outputs[made], list) else outputs[made]
+        return torch.autograd.grad(made.float().sum(), outputs[by])[0].float()
+
+    torch.manual_seed(0)
+    net = Net()
+    expected = gradient(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = gradient(ampkit.initialize(net, optimizer, opt_level=level, verbosity=0)[0])
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize("outputs", (F16, BF16, F32))
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O5"))
 def test_cast_model_outputs_decides_the_dtype_of_outputs(level, outputs):
