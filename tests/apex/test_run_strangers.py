@@ -152,6 +152,14 @@ WITHOUT_FALLBACK = "try: from apex import amp; found = True\nexcept ImportError:
 OBSERVED = {
     "a plain import": ("from apex import amp; found = True", True),
     "one that says what to install": (WITHOUT_FALLBACK, True),
+    "one that exits": (
+        WITHOUT_FALLBACK.replace("raise ImportError('install apex')", "import sys; sys.exit('install apex')"),
+        True,
+    ),
+    "one that quits": (
+        WITHOUT_FALLBACK.replace("raise ImportError('install apex')", "print('install apex'); exit(1)"),
+        True,
+    ),
     "a part": ("from apex.optimizers import FusedAdam as found", True),
     "amp_C": ("import amp_C as found", True),
     "with a fallback": (FALLBACK.format("ImportError"), False),
