@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import linecache
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -310,20 +311,10 @@ def _is_needed() -> bool:
 
 def _has_fallback(node: ast.Try, line: int) -> bool:
     """Whether this line stands in the ``try``, and a handler of import errors goes on: it neither raises nor exits."""
-    if not node.body[0].lineno <= line <= node.body[-1].end_lineno:
-        return False
-    return any(
-        _takes_import_errors(one)
-        and not any(
-            isinstance(part, ast.Raise) or _name_of(part) in ("exit", "_exit", "quit") for part in ast.walk(one)
-        )
-        for one in node.handlers
+    ends = re.compile(r"\braise\b|\b_?exit\(|\bquit\(")
+    return node.body[0].lineno <= line <= node.body[-1].end_lineno and any(
+        _takes_import_errors(one) and not ends.search(ast.unparse(one)) for one in node.handlers
     )
-
-
-def _name_of(part: ast.AST) -> str | None:
-    """The last name of ``exit`` and of ``sys.exit``."""
-    return getattr(part, "id", getattr(part, "attr", None))
 
 
 def _takes_import_errors(handler: ast.ExceptHandler) -> bool:

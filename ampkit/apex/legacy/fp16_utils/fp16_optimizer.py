@@ -24,6 +24,9 @@ from .fp16util import pairs_of_gradients
 class WithMasters(AroundOptimizer):
     """The constructor that every ``FP16_Optimizer`` has: masters of each group of ``init_optimizer``, and a loss scale."""
 
+    _add_masters: Callable[[dict[str, Any]], None]
+    _begin: Callable[[float, dict[str, Any]], None]
+
     def __init__(
         self,
         init_optimizer: Any,
@@ -42,12 +45,6 @@ class WithMasters(AroundOptimizer):
         for group in init_optimizer.param_groups:
             self._add_masters(group)
         self._begin(static_loss_scale, dict(dynamic_loss_args or {}))
-
-    def _add_masters(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _begin(self, static_loss_scale: float, arguments: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class FP16_Optimizer(WithMasters):
