@@ -164,7 +164,16 @@ def test_a_trainer_that_casts_by_itself_is_refused(tmp_path, monkeypatch):
     assert ampkit.current_session() is None
 
 
-@pytest.mark.parametrize("optim", ("adamw_apex_fused", "adamw_torch_fused", "adafactor", "sgd"))
+# transformers 5 knows no apex.
+OPTIMIZERS = (
+    *(["adamw_apex_fused"] if transformers.__version__.startswith("4.") else []),
+    "adamw_torch_fused",
+    "adafactor",
+    "sgd",
+)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
     ampkit.apex.install()
     try:
