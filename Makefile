@@ -2,11 +2,12 @@
 #
 #   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
 #   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
-#   make test-ptx     the tests of kernels and optimizers on the PTX that nvcc makes of the CUDA kernels, interpreted: minutes; make test
+#   make test-ptx     the tests of kernels and optimizers on the PTX that nvcc makes of the CUDA kernels, interpreted: half an hour; make test
 #                     runs each kernel so
 #   make test-all     every test, all three ways, the last under AddressSanitizer; the kernels for the CPU under ThreadSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
-#                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
+#                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files;
+#                     TABLE=cuda for the fifty faults of the CUDA kernels, on the host
 #   make soak         injects faults into training runs for MINUTES=10, and prints how often each promise was attacked and did not hold;
 #                     SEED=1 for the same cases again, ONLY=death for one group or promise, JSON=FILE to write the table
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
@@ -73,9 +74,13 @@ $(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
 # The newest transformers lies in a folder beside the pinned one: tests/clients/test_transformers_trainer.py.
 NEWEST_TRANSFORMERS := transformers==5.23.0 huggingface_hub==2.4.0 tokenizers==0.23.3
 
-# What nvcc makes of the CUDA kernels, where it is; elsewhere nothing.
+# What nvcc makes of the CUDA kernels: the one on PATH, or else PyPI's, of CUDA 13.0, in a folder of its own. Without either, nothing.
+PYPI_NVCC := $(VENV)/nvcc
+NVCC_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
 $(VENV)/.ptx: $(VENV)/.emulation tests/ptx/build.py benchmarks/ptxas.py
-	$(BIN)/python tests/ptx/build.py build/ptx
+	@command -v nvcc > /dev/null || test -x $(PYPI_NVCC)/nvidia/cu13/bin/nvcc \
+	  || $(PIP) install --quiet --target $(PYPI_NVCC) $(NVCC_PACKAGES) || echo "PyPI gives no nvcc either"
+	PATH="$$PATH:$(abspath $(PYPI_NVCC))/nvidia/cu13/bin" $(BIN)/python tests/ptx/build.py build/ptx
 	touch $@
 
 clients: venv
@@ -104,7 +109,7 @@ endef
 
 # $(call on-ptx,what to run): the same host code launches the kernels' PTX.
 define on-ptx
-	@test -e build/ptx/sm_80 || { echo "nothing was run from PTX: nvcc is not on PATH"; exit 0; }; set -x; \
+	@test -e build/ptx/sm_80 || { echo "nothing was run from PTX: there is no nvcc, on PATH or from PyPI"; exit 0; }; set -x; \
 	AMPKIT_EMULATION=ptx $(EMULATED) $(PYTEST) --capture=sys $(1)
 endef
 
@@ -114,8 +119,9 @@ test: venv $(VENV)/.simulated $(VENV)/.ptx
 	$(call on-ptx,--numprocesses 0 --dist no tests/ptx/test_launches.py)
 
 test-ptx: $(VENV)/.ptx
-	$(call on-ptx,--numprocesses 0 --dist no tests/ptx/test_launches.py)
-	$(call on-ptx,-m "not slow" tests/kernels tests/optimizers)
+	$(call on-ptx,--numprocesses 0 --dist no tests/ptx/test_launches.py tests/ptx/test_traffic.py)
+	@# Half a billion elements are too many to be interpreted.
+	$(call on-ptx,-m "not slow" -k "not past_two_to_the_31" tests/kernels tests/optimizers)
 
 # What compilers for GPUs make has no place there, nor operators that torch has for CUDA alone: see tests/simulated/README.md.
 NOT_SIMULATED := --ignore tests/compile -k "not norms_by_hand and not lazily_conjugated"
@@ -133,11 +139,12 @@ MINUTES ?= 20
 SEED ?= 0
 PROMISES ?=
 SAMPLE ?=
+TABLE ?= promises
 
-# With one of PROMISES and SAMPLE, only these.
+# With one of PROMISES and SAMPLE, or another TABLE, only these.
 mutants: venv
-	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) \
-	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES),,*))'
+	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) --table $(TABLE) \
+	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES)$(filter-out promises,$(TABLE)),,*))'
 
 ONLY ?=
 JSON ?=

@@ -1,9 +1,11 @@
-"""What nvcc makes of the CUDA kernels: registers, spilled bytes and instructions of each, without a GPU.
+"""What nvcc makes of the CUDA kernels: registers, shared memory, spilled bytes, occupancy and instructions of each, without a GPU.
 
 python benchmarks/ptxas.py [--arch sm_90] [KERNEL ...]     only kernels whose name contains one of these words
 
-Registers and spills are what ``ptxas -v`` prints. Instructions are lines of SASS: of the whole kernel, and of its longest loop
-(the widest backward branch). ``memory`` counts the loads and stores of global memory in that loop, by their width in bytes.
+Registers, bytes of shared memory and spills are what ``ptxas -v`` prints. Occupancy follows from these by the formula of NVIDIA's
+"CUDA C++ Programming Guide": the threads that a multiprocessor can hold, as a share of those that it has room for. Instructions are
+lines of SASS: of the whole kernel, and of its longest loop (the widest backward branch). ``memory`` counts the loads and stores of
+global memory in that loop, by their width in bytes.
 Needs nvcc, and cuobjdump (of the toolkit, or the one that triton brings).
 """
 
@@ -17,9 +19,18 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-std=c++17", "-O3", "-fmad=false")
+USED = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers(?:[^\n]*?, (\d+) bytes smem)?",
+    re.DOTALL,
+)
+THREADS = 512  # csrc/cuda/multi_tensor_apply.cuh
+#: Of a multiprocessor: threads, blocks, bytes of shared memory. Each has 65,536 registers, in four parts.
+LIMITS = {"sm_80": (2048, 32, 164 * 1024), "sm_90": (2048, 32, 228 * 1024)}
 INSTRUCTION = re.compile(r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>[^;]+);")
 
 
@@ -32,6 +43,35 @@ def command_for(
     headers = [*cpp_extension.include_paths(), *site.glob("nvidia/cu*/include"), csrc]
     folders = [flag for path in headers for flag in ("-I", str(path))]
     return ["nvcc", f"-arch={arch}", *how, *FLAGS, *folders, str(source), "-o", str(to)]
+
+
+class Used(NamedTuple):
+    """What ptxas says of a kernel."""
+
+    registers: int  # of a thread
+    shared: int  # bytes of a block
+    stores: int  # bytes that a thread spills,
+    loads: int  # and reads back
+
+    def occupancy(self, arch: str, threads: int = THREADS) -> float:
+        most_threads, most_blocks, shared = LIMITS[arch]
+        warps = -(-threads // 32)
+        of_warp = -(-self.registers * 32 // 256) * 256
+        blocks = min(
+            65_536 // 4 // of_warp * 4 // warps,
+            shared // (-(-self.shared // 128) * 128 + 1024),  # a block takes 1,024 bytes for itself
+            most_threads // (warps * 32),
+            most_blocks,
+        )
+        return blocks * warps * 32 / most_threads
+
+
+def used(said: str) -> dict[str, Used]:
+    """By the mangled names of kernels, what ``ptxas -v`` has said."""
+    return {
+        name: Used(int(registers), int(shared or 0), int(stores), int(loads))
+        for name, stores, loads, registers, shared in USED.findall(said)
+    }
 
 
 def cuobjdump() -> str:
@@ -73,13 +113,7 @@ def rows_of(source: Path, arch: str) -> list[tuple]:
         if done.returncode:
             sys.exit(done.stderr)
         sass = subprocess.run([cuobjdump(), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-    said = {}
-    for name, spilled, read, registers in re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-        done.stderr,
-        re.DOTALL,
-    ):
-        said[name] = (int(registers), int(spilled), int(read))
+    said = used(done.stderr)
     rows = []
     for part in sass.split("Function : ")[1:]:
         name = part.split(None, 1)[0]
@@ -91,26 +125,29 @@ def rows_of(source: Path, arch: str) -> list[tuple]:
         )
         memory = " ".join(f"{count}x{width}" for width, count in sorted(widths.items()))
         text = [one for _, one in lines if "NOP" not in one]
-        rows.append((demangled(name), *said.get(name, (0, 0, 0)), len(text), len(loop), memory))
+        rows.append((demangled(name), said[name], len(text), len(loop), memory))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*")
-    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--arch", default="sm_90", choices=LIMITS)
     arguments = parser.parse_args()
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rows = [row for found in pool.map(lambda one: rows_of(one, arguments.arch), sources) for row in found]
     print(
-        "| kernel | its table | registers | spill stores, loads | instructions | longest loop | memory in it |\n"
-        + "|---" * 7
-        + "|"
+        "| kernel | its table | registers | shared memory | spill stores, loads | occupancy | instructions "
+        "| longest loop | memory in it |\n" + "|---" * 9 + "|"
     )
-    for name, registers, stores, loads, count, loop, memory in sorted(rows):
+    for name, one, count, loop, memory in sorted(rows):
         if not arguments.kernels or any(word in name for word in arguments.kernels):
-            print(f"| {name} | {registers} | {stores}, {loads} | {count} | {loop} | {memory} |")
+            occupancy = one.occupancy(arguments.arch)
+            print(
+                f"| {name} | {one.registers} | {one.shared} | {one.stores}, {one.loads} | {occupancy:.0%} "
+                f"| {count} | {loop} | {memory} |"
+            )
 
 
 if __name__ == "__main__":

@@ -37,6 +37,18 @@ On an H100, at O2 with clipping, the time after the backward pass is 0.82 of tor
 scale 1, and 0.65 with moments in 8 bits. In float16 it equals torch.autocast's (124 M parameters). Kernels that step run at 0.92
 to 0.97 of the rate of a copy. [All figures](../benchmarks/results/2026-11-27-nvidia-h100.md).
 """
+KERNELS = """### What a kernel moves
+
+No card has counted these figures. A [run from PTX](../tests/ptx/README.md) counts the bytes that warps ask for; the others are
+ptxas's, for an A100 and an H100.
+
+{table}
+
+- Needed is each input once and each output once. A ratio above 1.05 fails `make test-ptx`.
+- A sector is 32 bytes of memory, and full where one instruction of a warp takes all of it. A thread takes eight elements. So one
+  request takes half of each sector of a float32 list, and the next takes the other half. Both meet in the cache.
+- Spills are bytes that a thread stores and loads. Occupancy follows from registers and shared memory; blocks have 512 threads.
+"""
 METHOD = """## How it is measured
 
 - Every way of training has a process of its own. The processes take turns; a turn is one step, or as many as fit into a
@@ -175,6 +187,7 @@ def page(results, name):
             memory(results),
             "",
             ON_A_GPU,
+            KERNELS.format(table=max(RESULTS.glob("*-kernels-from-ptx.md")).read_text().strip()),
             METHOD,
         ]
     )

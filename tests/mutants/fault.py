@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PROMISES = Path(__file__).with_name("promises.toml")
+TABLES = Path(__file__).parent
 
 
 class StaleRow(Exception):
@@ -71,8 +71,8 @@ def replacement(file: str, source: str, node: ast.expr | ast.stmt, new: str, **m
 # Named faults
 
 
-def rows() -> list[dict]:
-    return tomllib.loads(PROMISES.read_text())["fault"]
+def rows(table: str = "promises") -> list[dict]:
+    return tomllib.loads((TABLES / f"{table}.toml").read_text())["fault"]
 
 
 def named(row: dict, folder: Path) -> Fault:

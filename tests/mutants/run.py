@@ -20,6 +20,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ptx.build import ARCHITECTURES
+from ptx.build import build as build_ptx
+
 from . import reach
 from .fault import Fault, StaleRow, named, rows
 from .forks import ROOT, WORKERS, Job, Result, run_all
@@ -44,6 +47,10 @@ SWITCH = """
 // Read once, when the library is loaded.
 static const int ampkit_chosen_mutant = getenv("AMPKIT_MUTANT") ? atoi(getenv("AMPKIT_MUTANT")) : 0;
 #define AMPKIT_MUTANT(number) (ampkit_chosen_mutant == (number))
+#ifdef AMPKIT_CHOSEN  // for nvcc
+#undef AMPKIT_MUTANT
+#define AMPKIT_MUTANT(number) (AMPKIT_CHOSEN == (number))
+#endif
 """
 
 
@@ -126,16 +133,30 @@ def plant_named(faults: list[Fault], scratch: Path) -> Tally:
                 raise SystemExit(f"{(built / 'build.log').read_text()}\nThe build with the faults in C++ failed.")
             check_baseline(in_cpp, built, scratch)
             runs = [(n, fault, one) for n, fault in enumerate(in_cpp, start=1) for one in fault.extensions]
-            make = (
-                lambda _, n=n, fault=fault, one=one: Job(names(fault), built, one, {"AMPKIT_MUTANT": str(n)})
-                for n, fault, one in runs
-            )
+            make = (lambda _, run=run: job_in_cpp(names(run[1]), built, run[2], run[0]) for run in runs)
             run_all(make, scratch, lambda index, result: judge(tally, runs[index][1], result))
     finally:
         if build is not None and build.poll() is None:
             os.killpg(build.pid, signal.SIGTERM)
             build.wait()
     return tally
+
+
+def job_in_cpp(tests: list[str], folder: Path, extension: str, number: int) -> Job:
+    """With the fault of this number, or with none (0). On "ptx" nvcc makes PTX of the kernels with this fault first."""
+    environment = {"AMPKIT_MUTANT": str(number)}
+    if extension != "ptx":
+        return Job(tests, folder, extension, environment)
+    environment |= {"AMPKIT_EMULATION": "ptx", "AMPKIT_PTX": str(folder / f"ptx{number}" / ARCHITECTURES[0])}
+    flags = ("-include", str(folder / "switch.h"), f"-DAMPKIT_CHOSEN={number}")
+    return Job(
+        tests,
+        folder,
+        "emulated",
+        environment,
+        before=lambda: build_ptx(folder / f"ptx{number}", ARCHITECTURES[:1], folder / "csrc", flags),
+        time_limit=600.0,
+    )
 
 
 def names(fault: Fault) -> list[str]:
@@ -160,7 +181,9 @@ def check_baseline(faults: list[Fault], folder: Path, logs: Path) -> None:
         if result.status != 0:
             raise SystemExit(f"{result.log}\nThe tests fail without any fault: {result.failed}")
 
-    jobs = [Job(sorted(some), folder, extension, time_limit=1200.0) for extension, some in sorted(tests.items())]
+    jobs = [job_in_cpp(sorted(some), folder, extension, 0) for extension, some in sorted(tests.items())]
+    for job in jobs:
+        job.time_limit = 1200.0
     run_all((lambda _, job=job: job for job in jobs), logs, report)
 
 
@@ -178,11 +201,12 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
         source = (folder / fault.file).read_bytes()
         (folder / fault.file).write_bytes(source[: fault.start] + new.encode() + source[fault.end :])
     commands, python = [], shlex.quote(sys.executable)
-    if any(fault.extensions != ("emulated",) for fault in faults):  # else the libraries are sound as they are
+    extensions = {one for fault in faults for one in fault.extensions}
+    if extensions - {"emulated", "ptx"}:  # else the libraries are sound as they are
         for library in (folder / "ampkit").glob("*.so"):
             library.unlink()
         commands.append(f"{python} setup.py --quiet build_ext --inplace")
-    if any("emulated" in fault.extensions for fault in faults):
+    if extensions & {"emulated", "ptx"}:
         commands.append(f"{python} tests/emulation/build.py build/emulation")
     (folder / "switch.h").write_text(SWITCH)
     environment = {
@@ -299,13 +323,14 @@ def record_reach(copies: list[Path], scratch: Path, digest: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--promises", default="*", help="which named faults: a pattern for the promise or the place")
+    parser.add_argument("--table", default="promises", help="of named faults: promises, or cuda")
     parser.add_argument("--sample", default="*", help="a pattern for the files of sampled faults; '' for none")
     parser.add_argument("--minutes", type=float, default=20.0, help="for everything; the sample takes what is left")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     until, pattern, faults = time.monotonic() + 60 * arguments.minutes, arguments.promises, []
     stale = 0
-    for row in rows():
+    for row in rows(arguments.table):
         if any(fnmatch.fnmatchcase(text, pattern) for text in (row["promise"], row["where"])):
             try:
                 faults.append(named(row, ROOT))

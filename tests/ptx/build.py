@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,31 +15,31 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
-def make(source: Path, arch: str, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
+def make(source: Path, arch: str, folder: Path, flags: tuple[str, ...] = ()) -> Path:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from ptxas import command_for
 
     (folder / arch).mkdir(parents=True, exist_ok=True)
     made = folder / arch / f"{source.stem}.ptx"
-    subprocess.run(command_for(source, arch, made, ("-ptx", "-lineinfo"), csrc), check=True)
+    subprocess.run(command_for(source, arch, made, ("-ptx", "-lineinfo", *flags), source.parents[1]), check=True)
     return made
 
 
-def build(folder: Path) -> None:
+def build(
+    folder: Path, architectures: Sequence[str] = ARCHITECTURES, csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = ()
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     # The longest first.
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda one: "step" not in one.name)
+    sources = sorted((csrc / "cuda").glob("*.cu"), key=lambda one: "step" not in one.name)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        list(
-            pool.map(
-                lambda one: make(one[0], one[1], folder),
-                [(source, arch) for source in sources for arch in ARCHITECTURES],
-            )
-        )
+        done = [pool.submit(make, source, arch, folder, flags) for source in sources for arch in architectures]
+        for one in done:
+            one.result()
 
 
 if __name__ == "__main__":
     if shutil.which("nvcc") is None:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)  # what another nvcc has made of other sources
         print("nvcc is not on PATH: no kernel was made into PTX, and none is run from it")
     else:
         build(Path(sys.argv[1]).resolve())

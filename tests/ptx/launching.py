@@ -6,6 +6,7 @@ equal. What PTX has left is what stays.
 """
 
 import ctypes
+import os
 import re
 import threading
 from collections import Counter
@@ -17,7 +18,7 @@ from ptx.interpreter import FIRST_ADDRESS, Access, Memory, launch
 from ptx.translation import Module, PtxError
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "build" / "ptx" / "sm_80"
+FOLDER = Path(os.environ.get("AMPKIT_PTX") or ROOT / "build" / "ptx" / "sm_80")
 ENTRY = re.compile(r"emulation::Entry<&(.*)>$")  # a type that has the kernel in its name
 
 _demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
@@ -96,7 +97,7 @@ class Machine:
             if shared:
                 raise PtxError(f"{name}: shared memory of a launch is not known here")
             if name not in self.entries:
-                raise PtxError(f"no PTX for {name}: make {FOLDER.relative_to(ROOT)} anew")
+                raise PtxError(f"no PTX for {name}: make {FOLDER} anew")
             # The same kernel may be in several files: each takes its turn.
             file, module, mangled = min(self.entries[name], key=lambda one: self.launched[one[0], name])
             self.launched[file, name] += 1

@@ -1,0 +1,43 @@
+"""What kernels read and write, from PTX: what their algorithms need, and what the page says."""
+
+import pytest
+from helpers import ROOT
+
+from ptx import launching, traffic
+
+pytestmark = pytest.mark.ptx
+
+
+def row_of_page(name: str) -> list[str]:
+    rows = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    return next([cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith(f"| {name} |"))
+
+
+@pytest.mark.parametrize("name", traffic.CASES)
+def test_a_kernel_moves_the_bytes_that_it_needs(name):
+    make, reads, writes = traffic.CASES[name]
+    found = traffic.measured(make())
+    assert 1 <= found.ratio(reads + writes) <= 1.05
+    assert found.read.bytes / traffic.ELEMENTS <= 1.05 * reads
+    assert found.written.bytes / traffic.ELEMENTS <= 1.05 * writes + 0.01
+    moved = " + ".join(f"{one.bytes / traffic.ELEMENTS:.3f}" for one in (found.read, found.written))
+    sectors = [traffic.of_sectors(one) for one in (found.read, found.written)]
+    page = row_of_page(name)
+    assert page[1:3] == [f"{reads} + {writes}", moved] and page[4:6] == sectors, "run python -m ptx.traffic"
+
+
+def test_a_tensor_that_begins_elsewhere_is_moved_once_too():
+    """By more requests of fewer bytes, whose sectors meet in the cache."""
+    x, out = traffic.numbers(traffic.F32), traffic.numbers(traffic.F32)
+    found = traffic.measured(lambda: traffic.kernels.multi_tensor_scale([x[0][1:]], [out[0][1:]], 0.5))
+    assert found.read.bytes == found.written.bytes == 4 * (traffic.ELEMENTS - 1)
+    assert found.read.full == 0
+
+
+def test_sectors_are_counted_of_each_warp():
+    """By hand: a warp reads 4 bytes a lane, in 4 sectors; another every second of 8, and one lane of a third the same again."""
+    address = [*range(0, 128, 4), *range(4096, 4096 + 256, 8), 4096]
+    access = launching.Access(
+        "read", traffic.np.array(address, "uint64"), 4, traffic.np.arange(65), None, None, None, None, 0
+    )
+    assert traffic.count(access) == (128 + 128 + 4, 4 + 8 + 1, 4)
