@@ -322,11 +322,24 @@ def test_five_thousand_tensors(ops, device):
     ops.multi_tensor_join(weights, rests, joined)
     assert all(map(torch.equal, joined, values))
     inputs[4999][0] = float("inf")
-    ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
-    assert found_inf.item() == 1.0
-    _, norms = ops.multi_tensor_l2norm(outputs[:4999], per_tensor=True)
-    expected = torch.stack([out.double().norm() for out in outputs[:4999]]).to(F32)
-    torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+    first_bad = torch.full((1,), kernels.NO_BAD, device=device)
+    ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf, first_bad=first_bad)
+    assert found_inf.item() == 1.0 and first_bad.item() == 4999
+    norm, norms = ops.multi_tensor_l2norm(outputs[:4999], per_tensor=True)
+    expected = torch.stack([out.double().norm() for out in outputs[:4999]])
+    torch.testing.assert_close(norms, expected.to(F32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, expected.norm().to(F32)[None], rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_zeros_is_zero_whatever_memory_held(ops, device):
+    for _ in range(3):
+        garbage = torch.full(
+            (64,), 3.0, dtype=torch.float64, device=device
+        )  # where the sums of as many blocks may come to lie
+        zeros = [torch.zeros(5, device=device) for _ in range(64)]
+        del garbage
+        norm, norms = ops.multi_tensor_l2norm(zeros, per_tensor=True)
+        assert norm.item() == 0.0 and not norms.any()
 
 
 def test_float64_and_complex_join_the_list(ops, device):

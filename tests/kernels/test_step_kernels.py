@@ -223,6 +223,17 @@ def test_lamb_moves_tensors_without_a_norm_as_adam_does(ops, device):
     assert_agrees(lists)
 
 
+def test_lamb_divides_nothing_beyond_the_end(ops, device):
+    """Where eps is 0, what a thread takes beyond a tensor would be 0 / 0."""
+    lists = make_lists([(5,), (1027,)], MIXES["float32"], 2, device)
+    run_step(ops, "lamb", lists, weight_decay=0.0, eps=0.0)
+    settings = {k: x for k, x in ADAM.items() if k != "lr"} | {"eps": 0.0}
+    for g, p, m, v in lists.wide:
+        u = adam_direction64(g, p, (m, v), **settings, decoupled=True)
+        p -= 0.1 * p.norm() / u.norm() * u
+    assert_agrees(lists)
+
+
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_long_tensors(ops, device, name):
     lists = make_lists(LONG, MIXES["bfloat16 masters"], STEPS[name][2], device)
