@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 _INHERITED = object()
 
@@ -99,6 +103,32 @@ class SharedPatches:
         return not self._users
 
 
+class Reference(weakref.ref):
+    """A weak reference to a tensor, or to anything. torch may swap the tensor's contents: the object stays the one meant."""
+
+    __slots__ = ()
+
+
+class _ById(WeakIdRef):
+    __slots__ = ()
+
+
+def by_tensor() -> WeakIdKeyDictionary:
+    """A dictionary whose keys are tensors, which it holds by references of that kind."""
+    return WeakIdKeyDictionary(ref_type=_ById)
+
+
+def _others(tensor: Any) -> list[weakref.ref]:
+    """The weak references that are not ours, nor of a store of casts, whose callback is a method."""
+    refs = [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, (Reference, _ById))]
+    return [ref for ref in refs if not type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit")]
+
+
+#: torch swaps the contents of parameters (``model.to()`` of wrapper classes, ``set_swap_module_params_on_conversion``) where it finds
+#: no weak reference to them. It does not find ours.
+swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))
+
+
 def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
     """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
     failed: list[BaseException] = []
@@ -136,7 +166,7 @@ class Undo(ExitStack):
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Have ``undo(thing)`` called, unless the thing is gone by then."""
-        ref = weakref.ref(thing)
+        ref = Reference(thing)
 
         def run() -> None:
             if (alive := ref()) is not None:

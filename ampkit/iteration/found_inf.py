@@ -399,6 +399,10 @@ class Findings:
             self.flag_of_step = is_set(self.flag_of_step)
         return self.flag_of_step
 
+    def look_again(self) -> None:
+        """Hold no gradient as it was: the next step looks at all of them."""
+        self._judged = self._checked = None
+
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
         self._flag = self._judged = self._checked = self._shared = None
