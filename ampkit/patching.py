@@ -118,14 +118,20 @@ def by_tensor() -> WeakIdKeyDictionary:
     return WeakIdKeyDictionary(ref_type=_ById)
 
 
+_OURS = Reference, _ById
+
+
 def _others(tensor: Any) -> list[weakref.ref]:
     """The weak references that are not ours, nor of a store of casts, whose callback is a method."""
-    refs = [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, (Reference, _ById))]
-    return [ref for ref in refs if not type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit")]
+    return [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, _OURS) and not _is_of_store(ref)]
 
 
-#: torch swaps the contents of parameters (``model.to()`` of wrapper classes, ``set_swap_module_params_on_conversion``) where it finds
-#: no weak reference to them. It does not find ours.
+def _is_of_store(ref: weakref.ref) -> bool:
+    return type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit.")
+
+
+#: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
+#: where it finds no weak reference to them. It does not find ours.
 swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))
 
 
