@@ -140,7 +140,10 @@ WAYS = [by_forkserver, by_pool, by_forked_loader, by_spawned_loader, by_mp_spawn
 @pytest.mark.parametrize(
     "way, level",
     others_slow(
-        (by_pool, "O2"), (by_forked_loader, "O5"), (by_spawned_loader, "O2"), of=[(w, l) for w in WAYS for l in LEVELS]
+        (by_pool, "O2"),
+        (by_forked_loader, "O5"),
+        (by_spawned_loader, "O2"),
+        of=[(way, level) for way in WAYS for level in LEVELS],
     ),
 )
 def test_worker_of_any_kind_computes_the_float32_values_of_the_model(way, level):
@@ -349,7 +352,7 @@ def test_script_that_refers_to_a_parameter_weakly_is_told_by_torch_as_ever(swapp
 def test_weight_of_a_wrapper_class_that_a_level_would_store_is_refused(level, trains):
     model = two_layers()
     model[0].weight = coded(model[0].weight).requires_grad_(trains)
-    with pytest.raises(ampkit.ConfigurationError, match="'0.weight' is a Coded.*Leave it out of the optimizer"):
+    with pytest.raises(ampkit.ConfigurationError, match=r"'0.weight' is a Coded.*Leave it out of the optimizer"):
         initialize_quietly(model, lambda params: sgd([p for p in params if p.requires_grad]), level)
     assert type(model[0].weight) is Coded and ampkit.current_session() is None
 
