@@ -475,3 +475,42 @@ def test_batched_backward_pass_through_a_norm_is_right_or_told_with_keep_fp32(wa
             torch.cat([one.float().flatten() for one in (v if isinstance(v, tuple) else [v])]) for v in (want, found)
         )
         assert (found - want).norm() < 0.03 * want.norm()
+
+
+# The end of a session inside of a block
+
+ENDS = {
+    "close()": lambda model, optimizer: ampkit.close(),
+    "session.close()": lambda model, optimizer: ampkit.current_session().close(),
+    "initialize() again": lambda model, optimizer: ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0),
+}
+
+
+@pytest.mark.parametrize("level", CASTING)
+@pytest.mark.parametrize("before_backward", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, before_backward, level):
+    model, optimizer = initialize_quietly(gelus(), sgd, level)
+    block = ampkit.scale_loss(model(torch.ones(3, 6)).float().square().sum(), optimizer)
+    scaled = block.__enter__()
+    if not before_backward:
+        scaled.backward()
+    ENDS[end](model, optimizer)
+    if before_backward:
+        scaled.backward()
+    if level in ("O1", "O2"):
+        with pytest.raises(ampkit.ConfigurationError, match="closed inside of this scale_loss block"):
+            block.__exit__(None, None, None)
+    else:
+        block.__exit__(None, None, None)
+        exact = gelus()
+        exact(torch.ones(3, 6)).square().sum().backward()
+        for param, own in zip(model.parameters(), exact.parameters()):
+            assert (param.grad.float() - own.grad).norm() < 0.03 * own.grad.norm() + 1e-4
+    ampkit.close()
+    optimizer.zero_grad()
+    model(torch.ones(3, 6)).square().sum().backward()
+    twin = gelus()
+    twin.load_state_dict(model.state_dict())
+    twin(torch.ones(3, 6)).square().sum().backward()
+    assert all(torch.equal(param.grad, own.grad) for param, own in zip(model.parameters(), twin.parameters()))
