@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .iteration.loss_scale import DynamicLossScale, load_scalers, save_scalers
 from .logs import logger
 from .models.incoming import Incoming
 from .patching import run_all
-from .plan import SETTINGS, Plan, resolve, unknown_setting
+from .plan import SETTINGS, Plan, resolve
 from .policy import Policy
 from .registry import current_session, live_sessions, session_of, wrapper_of
 from .session import Session, collect_orphans, refuse_second_lower_precision, sessions_sharing_with
@@ -54,7 +53,6 @@ def initialize(
     one_pass_step: bool = True,
     check_gradients: bool | None = None,
     process_group: Any = None,
-    **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
@@ -101,8 +99,6 @@ def initialize(
     settings = {name: given[name] for name in SETTINGS}
     opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
-    for name in unknown:
-        raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
     if enabled or isinstance(enabled, str):  # which is refused
         _initialize(models, optimizers, opt_level, settings, process_group)
     else:
@@ -116,7 +112,7 @@ def _track(models: Any, optimizers: Any) -> None:
         [validation.uncompiled(item) for item in validation.flatten(value) if type(item).__weakrefoffset__]
         for value in (models, optimizers)
     ]
-    for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
+    for session in dict.fromkeys(filter(None, map(session_of, (*things[0], *things[1])))):
         session.close()
     for session in [live for live in live_sessions if live.owns_nothing]:
         session.close()
@@ -125,7 +121,8 @@ def _track(models: Any, optimizers: Any) -> None:
 
 def _initialize(models: Any, optimizers: Any, opt_level: str, settings: dict[str, Any], process_group: Any) -> None:
     model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
-    earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
+    owners = filter(None, map(session_of, (*model_list, *optimizer_list)))
+    earlier = list(dict.fromkeys((*owners, *sessions_sharing_with(model_list))))
     cast_before = [model for session in earlier if session.plan.casts_weights for model in session.models]
     recast = {tensor for model in cast_before for tensor in (*model.parameters(), *model.buffers())}
     if opt_level == "O3" and settings["cast_model_type"] is None:
@@ -186,17 +183,17 @@ def scale_loss(
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
     switch_off_left_on()
-    optimizer_list = [validation.unwrapped(optimizer) for optimizer in validation.flatten(optimizers)]
-    wrappers = [wrapper_of(optimizer) for optimizer in optimizer_list]
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrappers = list(map(wrapper_of, given))
     if not wrappers or None in wrappers:
-        _refuse_uninitialized(optimizer_list, wrappers)
+        _refuse_uninitialized(given, wrappers)
         return nullcontext(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
     session: Session = wrappers[0].owner
-    return session.block(loss, wrappers, session.scaler(loss_id), delay_unscale, delay_overflow_check)
+    return session.block(loss, wrappers, session.scaling.scaler(loss_id), delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -386,7 +383,3 @@ def _lower_precision_of(
         own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
         found |= own or {None}
     return found.pop() if len(found) == 1 else None
-
-
-def _unique(sessions: Iterable[Session | None]) -> list[Session]:
-    return list(dict.fromkeys(one for one in sessions if one is not None))

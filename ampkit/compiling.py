@@ -58,6 +58,7 @@ class CompiledModels:
         self._before_forward: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], None]]] = []
         self._before_calls: list[Callable[[], None]] = []
         self._patches = PatchSet()
+        self._is_watching = False
 
     def before_each_call(self, action: Callable[[], None]) -> None:
         """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
@@ -99,10 +100,11 @@ class CompiledModels:
     def _stop_watching(self) -> None:
         if not self._before_forward and not self._before_calls:
             self._patches.restore()
+            self._is_watching = False
 
     def _watch_calls(self) -> None:
         # Where no optimizer has loaded dynamo yet, the first trace through a model comes here again.
-        if self._patches or "torch._dynamo" not in sys.modules:
+        if self._is_watching or "torch._dynamo" not in sys.modules:
             return
         eval_frame = torch._dynamo.eval_frame
         original = getattr(eval_frame, "_callback_from_stance", None)
@@ -123,6 +125,7 @@ class CompiledModels:
             return original(callback)
 
         self._patches.set(eval_frame, "_callback_from_stance", callback_from_stance)
+        self._is_watching = True
 
 
 compiled_models = CompiledModels()

@@ -1,7 +1,7 @@
 """Writing attributes on objects that are not ours, with the undo of every write beside it.
 
-A `PatchSet` owns a list of writes and takes them back in reverse order. Everything that ampkit changes outside of
-itself (functions of torch, methods of an optimizer) goes through one; sessions and the engine of casts hold them.
+A `PatchSet` takes its writes back in reverse order. Everything that ampkit changes outside of itself (functions of torch,
+methods of an optimizer) goes through one; sessions and the engine of casts hold them.
 """
 
 from __future__ import annotations
@@ -43,66 +43,6 @@ def own_attribute(owner: Any, name: str) -> Any:
     return namespace.get(name, _INHERITED)
 
 
-class PatchSet:
-    """A list of attribute writes that can be undone.
-
-    >>> import types
-    >>> box = types.SimpleNamespace(value=1)
-    >>> patches = PatchSet()
-    >>> patches.set(box, "value", 2)
-    >>> patches.restore()
-    >>> box.value
-    1
-    """
-
-    def __init__(self) -> None:
-        self._writes: list[tuple[Any, str, Any, Any]] = []
-
-    def __len__(self) -> int:
-        return len(self._writes)
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember what stood there."""
-        before = own_attribute(owner, name)
-        _write(owner, name, value)
-        self._writes.append((owner, name, before, value))
-
-    def restore(self) -> None:
-        """Undo every write, newest first. A value that was put over ours since then stays."""
-
-        def undo(write: tuple[Any, str, Any, Any]) -> None:
-            owner, name, before, ours = write
-            if own_attribute(owner, name) is ours:
-                _write(owner, name, before)
-
-        run_all((undo, self._writes.pop()) for _ in range(len(self._writes)))
-
-
-class SharedPatches:
-    """What several sessions want patched: ``patch(patches)`` is called for the first of them, and undone after the last."""
-
-    def __init__(self, patch: Callable[[PatchSet], None]) -> None:
-        self._patch = patch
-        self._users = 0
-        self._patches = PatchSet()
-
-    def acquire(self) -> None:
-        if not self._users:
-            try:
-                self._patch(self._patches)
-            except BaseException:
-                self._patches.restore()
-                raise
-        self._users += 1
-
-    def release(self) -> bool:
-        """Returns whether that was the last one."""
-        self._users -= 1
-        if not self._users:
-            self._patches.restore()
-        return not self._users
-
-
 class Reference(weakref.ref):
     """A weak reference to a tensor, or to anything. torch may swap the tensor's contents: the object stays the one meant."""
 
@@ -128,23 +68,6 @@ def _others(tensor: Any) -> list[weakref.ref]:
 
 def _is_of_store(ref: weakref.ref) -> bool:
     return type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit.")
-
-
-#: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
-#: where it finds no weak reference to them. It does not find ours.
-swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))
-
-
-def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
-    """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
-    failed: list[BaseException] = []
-    for undo, *args in undos:
-        try:
-            undo(*args)
-        except BaseException as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
 
 
 class Undo(ExitStack):
@@ -181,6 +104,66 @@ class Undo(ExitStack):
         self.callback(run)
 
 
+def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
+    """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
+    with Undo() as stack:
+        for undo, *args in reversed(list(undos)):
+            stack.callback(undo, *args)
+
+
+class PatchSet(Undo):
+    """Attribute writes that can be undone.
+
+    >>> import types
+    >>> box = types.SimpleNamespace(value=1)
+    >>> patches = PatchSet()
+    >>> patches.set(box, "value", 2)
+    >>> patches.restore()
+    >>> box.value
+    1
+    """
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember what stood there."""
+        before = own_attribute(owner, name)
+        _write(owner, name, value)
+        self.callback(_put_back, owner, name, before, value)
+
+    def restore(self) -> None:
+        """Undo every write, newest first. A value that was put over ours since then stays."""
+        self.close()
+
+
+def _put_back(owner: Any, name: str, before: Any, ours: Any) -> None:
+    if own_attribute(owner, name) is ours:
+        _write(owner, name, before)
+
+
+class SharedPatches:
+    """What several sessions want patched: ``patch(patches)`` is called for the first of them, and undone after the last."""
+
+    def __init__(self, patch: Callable[[PatchSet], None]) -> None:
+        self._patch = patch
+        self._users = 0
+        self._patches = PatchSet()
+
+    def acquire(self) -> None:
+        if not self._users:
+            try:
+                self._patch(self._patches)
+            except BaseException:
+                self._patches.restore()
+                raise
+        self._users += 1
+
+    def release(self) -> bool:
+        """Returns whether that was the last one."""
+        self._users -= 1
+        if not self._users:
+            self._patches.restore()
+        return not self._users
+
+
 def shared_patch(owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> SharedPatches:
     """The same for one attribute, which is replaced by ``wrap(original)``; None where there is none."""
     return SharedPatches(lambda patches: patches.set(owner(), name, wrap(getattr(owner(), name, None))))
@@ -196,3 +179,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
+
+
+#: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
+#: where it finds no weak reference to them. It does not find ours.
+swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))

@@ -6,7 +6,6 @@ nothing has been touched when it raises.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import os
@@ -204,36 +203,6 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
         for name, value in level.settings.items()
     }
     return Plan(opt_level=opt_level, **settings)
-
-
-# What settings are called elsewhere, and what is meant.
-_OTHER_NAMES = {
-    "dtype": "cast_model_type=",
-    "level": "opt_level=",
-    "mode": "opt_level=",
-    "model": "models=",
-    "optimizer": "optimizers=",
-    "half_dtype": "cast_model_type=",
-    "init_scale": "loss_scale=",
-    "fp32_modules": "keep_fp32=",
-    "allow_banned": "policy=",
-    **dict.fromkeys(("bf16", "bfloat16"), "opt_level='O4' or 'O5', which are bfloat16 everywhere"),
-    **dict.fromkeys(("fp16", "half", "float16"), "opt_level='O1' or 'O2', which are float16 on GPUs"),
-    **dict.fromkeys(
-        ("amp", "use_amp", "autocast", "mixed_precision", "precision"), "opt_level='O1', as torch.autocast, or 'O2'"
-    ),
-}
-
-
-def unknown_setting(name: str, opt_level: str, known: Iterable[str]) -> TypeError:
-    """The error for a keyword that `initialize` does not have: it names the one that was probably meant."""
-    known = list(known)
-    meant = _OTHER_NAMES.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0] + "="
-    if meant == "cast_model_type=" and opt_level in ("O1", "O4"):
-        meant = "patch_torch_functions_type="
-    return TypeError(
-        f"initialize() got an unexpected keyword argument {name!r}. Did you mean {meant}? It takes {', '.join(known)}."
-    )
 
 
 def default_lower_precision(device_type: str) -> torch.dtype:

@@ -18,14 +18,33 @@ WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
 live_sessions: list[Any] = []
 watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _wrappers: list[weakref.ref[Any]] = []
-_additions = 0
+#: How many modules have become a part of another in this process: what was found in a model stays true while this does.
+additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
 
 
+# What frameworks put around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
+_AROUND_OPTIMIZERS = {
+    "accelerate.optimizer": "optimizer",
+    "lightning.pytorch.core.optimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer": "_optimizer",
+}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what Accelerate or Lightning has put around it; any other as it is."""
+    attribute = _AROUND_OPTIMIZERS.get(type(optimizer).__module__)
+    inner = None if attribute is None else vars(optimizer).get(attribute)
+    return optimizer if inner is None else unwrapped(inner)
+
+
 def wrapper_of(optimizer: Any) -> Any:
-    """The wrapper that a live session has put on this optimizer, if any."""
+    """The wrapper that a live session has put on this optimizer, or on the one inside of it, if any."""
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
-    return wrapper if wrapper is not None and wrapper.optimizer() is optimizer else None  # copies share everything
+    if wrapper is None:
+        inner = unwrapped(optimizer)
+        return None if inner is optimizer else wrapper_of(inner)
+    return wrapper if wrapper.optimizer() is optimizer else None  # copies share everything
 
 
 def wrappers() -> list[Any]:
@@ -58,14 +77,9 @@ def session_of(thing: Any) -> Any:
     return None
 
 
-def additions() -> int:
-    """How many modules have become a part of another in this process: what was found in a model stays true while this does."""
-    return _additions
-
-
 def _count(*_: Any) -> None:
-    global _additions
-    _additions += 1
+    global additions
+    additions += 1
 
 
 register_module_module_registration_hook(_count)

@@ -74,7 +74,6 @@ class Session:
         self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
-        self._widens = plan.lower_precision_weights == "float32"
         self.scaling = LossScaling(plan)
         self.statistics = RunningStatistics()
         self.casting: Casting | None = None
@@ -154,11 +153,9 @@ class Session:
             stdout_lines.attach()
             undo.callback(stdout_lines.detach)
             self._log_banner()
-        if active_casting() is None:
-            validation.warn_of_useless_loss_scale(plan)
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
-        if self._widens:
+        if plan.lower_precision_weights == "float32":
             widen_models(self.incoming, models, optimizers, plan)
         originals: Originals = {}
         trained = None
@@ -223,7 +220,7 @@ class Session:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION]
         lower = [param for param in lower if param not in self.float32_values()] if self.plan.casts_weights else lower
-        if lower and self._widens and not self.plan.lowers_all:
+        if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
                 refs = [ref for ref, _ in self._left_as[model]]
@@ -306,10 +303,6 @@ class Session:
         casting.cast_on(device_types([model for session in _sessions_of(casting) for model in session.models]))
 
     # The iteration
-
-    def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
-        return self.scaling.scaler(loss_id)
 
     def block(
         self,

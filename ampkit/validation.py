@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -20,7 +19,7 @@ from .errors import ConfigurationError, NotInitializedError
 from .logs import logger
 from .models.keep_fp32 import Kept
 from .plan import Plan
-from .registry import live_sessions
+from .registry import live_sessions, unwrapped
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
@@ -39,21 +38,6 @@ def uncompiled(model: Any) -> Any:
     while isinstance(model, compiled):
         model = model._orig_mod
     return model
-
-
-# What frameworks put around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
-_AROUND_OPTIMIZERS = {
-    "accelerate.optimizer": "optimizer",
-    "lightning.pytorch.core.optimizer": "_optimizer",
-    "pytorch_lightning.core.optimizer": "_optimizer",
-}
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what Accelerate or Lightning has put around it; any other as it is."""
-    attribute = _AROUND_OPTIMIZERS.get(type(optimizer).__module__)
-    inner = None if attribute is None else vars(optimizer).get(attribute)
-    return optimizer if inner is None else unwrapped(inner)
 
 
 def models(value: Any) -> list[nn.Module]:
@@ -181,20 +165,11 @@ def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> Non
         )
     fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
     steps_in_lower = plan.casts_weights and not plan.master_weights and device_type == "cpu"
-    if fused and steps_in_lower and not _fused_sgd_is_right(plan.cast_model_type):
+    if fused and steps_in_lower:
         raise ConfigurationError(
-            f"SGD(fused=True) of torch {torch.__version__} leaves most {plan.cast_model_type} weights on the CPU as they are. "
+            f"SGD(fused=True) of torch 2.11 leaves most {plan.cast_model_type} weights on the CPU as they are. "
             "Use fused=False, ampkit.optimizers.FusedSGD, or O2 or O5, whose weights step in float32."
         )
-
-
-@functools.cache
-def _fused_sgd_is_right(dtype: torch.dtype | None) -> bool:
-    """Whether one step of a rate of 1 with gradients of 1 takes 1 from each weight; torch 2.11 leaves most as they are."""
-    param = nn.Parameter(torch.zeros(33, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    torch.optim.SGD([param], lr=1.0, fused=True).step()
-    return bool((param == -1).all())
 
 
 def _refuse_weights(
@@ -304,23 +279,6 @@ def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.M
                 f"gradients at the loss scale, or in the lower precision of {plan.opt_level}'s weights. Use O4, O1 with "
                 "loss_scale=1.0, or step after the scale_loss block."
             )
-
-
-# Levels at which no gradient is saved from underflow by a loss scale, and what to do.
-_UNSCALED_LEVELS = {
-    "O0": "gradients in float32 do not underflow. Leave it out",
-    "O3": "without master weights, gradients go back to lower precision when they are unscaled, and what would have "
-    "underflowed is lost then. Leave it out, or use O2, whose gradients become float32",
-}
-
-
-def warn_of_useless_loss_scale(plan: Plan) -> None:
-    """Log a loss scale at a level where it saves no gradient."""
-    if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS:
-        scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
-        logger.warning(
-            "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]
-        )
 
 
 def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:

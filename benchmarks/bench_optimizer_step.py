@@ -177,7 +177,7 @@ class Ours(Contender):
         settings = dict(opt_level="O2", cast_model_type=dtype, loss_scale=loss_scale, verbosity=0)
         model, optimizer = ampkit.initialize(model, optimizer, **settings)
         self.model = model
-        self.prepare(model, optimizer, ampkit.current_session().scaler(0).loss_scale)
+        self.prepare(model, optimizer, ampkit.current_session().scaling.scaler(0).loss_scale)
 
     def run(self, clips, clears=True):
         with ampkit.scale_loss(self.loss, self.optimizer):

@@ -1,14 +1,15 @@
 """Optimizers that train a bfloat16 model, beside float32 and torch.amp: loss, bytes, time of a step.
 
-    python benchmarks/rivals.py loss [--steps 1000] [--seeds 3] [--width 64] [--layers 2] [--lr 1e-3] [--only NAME ...]
+    python benchmarks/rivals.py loss [--steps 1000] [--seeds 3] [--width 192] [--layers 6] [--batch 4] [--lr 1e-3]
+                                     [--results FILE] [--only NAME ...]
     python benchmarks/rivals.py bytes [--width 768] [--layers 14]
     python benchmarks/rivals.py time [--width 768] [--layers 12]
 
 Those that need a package which is not installed are left out (pip install bitsandbytes torchao torch-optimi heavyball
 pytorch_optimizer). ``loss`` learns the language of state_dtypes.py: the loss of text that was not seen, in the mean over the seeds,
-its distance from float32, and how far a norm's weight, which begins at 1, has moved. ``bytes`` counts tensors that live, for each
-parameter: after a step, and the most while a backward pass runs. ``time`` takes the median of a step over given gradients: run
-it on a quiet machine.
+its distance from float32 with the least and the most of a seed, and how far a norm's weight, which begins at 1, has moved. A run
+whose result FILE has is not done again. ``bytes`` counts tensors that live, for each parameter: after a step, and the most while a
+backward pass runs. ``time`` takes the median of a step over given gradients: run it on a quiet machine.
 """
 
 import argparse
@@ -23,8 +24,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from bfloat16_products import fast_enough
 from cases import Gpt
-from state_dtypes import BATCH, LENGTH, WARM_UP, WORDS, Language
+from resumable import Results
+from state_dtypes import LENGTH, WARM_UP, WORDS, Language
 
 from ampkit.optimizers import AdamW
 
@@ -128,20 +131,28 @@ def final_loss(way, seed, args):
             else:
                 group["lr"] = rate
         optimizer.zero_grad()
-        loss_of(model, way, *language.text(generator, BATCH)).backward()
+        loss_of(model, way, *language.text(generator, args.batch)).backward()
         optimizer.step()
     generator = torch.Generator().manual_seed(2**20)
     with torch.no_grad():
-        losses = [loss_of(model, way, *language.text(generator, BATCH)).item() for _ in range(40)]
+        losses = [loss_of(model, way, *language.text(generator, args.batch)).item() for _ in range(40)]
     norms = [m.weight for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
     return statistics.mean(losses), max((norm.float() - 1).abs().max().item() for norm in norms)
 
 
 def run_loss(name, way, args, found):
-    losses, moved = zip(*(final_loss(way, seed, args) for seed in range(args.seeds)))
-    found[name] = statistics.mean(losses)
-    first = found.get("torch, float32", math.nan)
-    return f"{found[name]:.4f} | {100 * (found[name] / first - 1):+.2f}% | {max(moved):.4f}"
+    known = Results(args.results)
+    setting = (args.steps, args.width, args.layers, args.batch, args.lr)
+    with fast_enough():
+        runs = [
+            known.get((name, seed, *setting), lambda seed=seed: final_loss(way, seed, args))
+            for seed in range(args.seeds)
+        ]
+    losses, moved = zip(*runs)
+    found[name] = losses
+    ratios = [100 * (loss / first - 1) for loss, first in zip(losses, found.get("torch, float32", ()))]
+    far = f"{statistics.mean(ratios):+.2f}% ({min(ratios):+.2f} to {max(ratios):+.2f})" if ratios else ""
+    return f"{statistics.mean(losses):.4f} | {far} | {max(moved):.4f}"
 
 
 def parts(tensor):
@@ -202,7 +213,7 @@ def run_time(name, way, args, found):
 
 
 COMMANDS = {
-    "loss": (run_loss, "loss | against float32 | a norm's weight moved by", dict(width=64, layers=2)),
+    "loss": (run_loss, "loss | against float32 | a norm's weight moved by", dict(width=192, layers=6)),
     "bytes": (run_bytes, "after a step | at the peak of a backward pass", dict(width=768, layers=14)),
     "time": (run_time, "step | against torch's in float32", dict(width=768, layers=12)),
 }
@@ -215,6 +226,8 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--results")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=list(WAYS))

@@ -50,6 +50,12 @@ def o1(
         casting.close()
 
 
+def casts_made(casting: Casting) -> int | None:
+    """How many casts of weights the store in bfloat16 has made; None without one, where each use of a weight makes a cast."""
+    store = casting.caches.of(torch.bfloat16)
+    return None if store is None else store.casts_made
+
+
 NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)
 
 

@@ -1,8 +1,9 @@
-"""The cast cache: a weight is cast once in a call of an initialized model, and a stale cast is never used.
+"""The casts of weights that are kept: a weight is cast once in a call of an initialized model, and a stale cast is never used.
 
-The engine owns one store per target dtype (store.py, which says how long a cast lives); the wrappers ask it for casts of weights.
-A cast holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
-neither, so torch_integration.py has casts forgotten where a script asks for an alias or steps an optimizer.
+The engine owns one store per target dtype, ampkit._casting.CastStore; csrc/casting/cast_store.h says how long a cast lives. A cast
+holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
+neither, so torch_integration.py has casts forgotten where a script asks for an alias or steps an optimizer. Without that library
+there is no store, and a weight is cast at every use.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-
-from .store import CastStore
 
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
@@ -26,34 +24,33 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CastCaches:
-    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for."""
+    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for; none where that is None."""
 
     #: How many dispatch modes only watch: a cast that they do not see being made is nothing that they miss.
     watchers = 0
 
-    def __init__(self, make_store: type[CastStore]) -> None:
+    def __init__(self, make_store: Any | None) -> None:
         self._make_store = make_store
-        self._by_dtype: dict[torch.dtype, CastStore] = {}
-        self._bypasses = 0
+        self._by_dtype: dict[torch.dtype, Any] = {}
+        self._bypasses: list[None] = []  # one for each reason: appending is atomic, counting is not
         self._keeps_all = False
         self._kept = _Kept()
-        # Reentrant: garbage that is collected under it may come here again.
-        self._lock = threading.RLock()
 
-    def of(self, dtype: torch.dtype) -> CastStore:
-        """The store of tensors cast to ``dtype``: a `CastStore`, or its twin in C++."""
+    def of(self, dtype: torch.dtype) -> Any | None:
+        """The store of tensors cast to ``dtype``, if there are any."""
         store = self._by_dtype.get(dtype)
-        if store is None:
-            with self._lock:
-                store = self._by_dtype.setdefault(dtype, self._make_store())
-                if torch.cuda.is_available():
-                    store.capturing = torch.cuda.is_current_stream_capturing
-                self._tell_stores()
+        if store is None and self._make_store is not None:
+            store = self._by_dtype.setdefault(dtype, self._make_store())
+            if torch.cuda.is_available():
+                store.capturing = torch.cuda.is_current_stream_capturing
+            self._tell_stores()
         return store
 
     def caster(self, dtype: torch.dtype) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
         """A function of a weight and what casts it to ``dtype``: the kept cast, or a new one, which is kept where that is safe."""
         store = self.of(dtype)
+        if store is None:
+            return lambda weight, convert: convert(weight)
 
         def cast(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
             # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
@@ -68,11 +65,12 @@ class CastCaches:
 
     def _tell_stores(self) -> None:
         for store in self._stores():
-            store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
+            store.bypassed, store.keeps_all = bool(self._bypasses), self._keeps_all
 
-    def call(self, region: AbstractContextManager[Any] | None = None) -> Call:
+    def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
         """A call of an initialized model or of a method of it, in a region: casts of weights live to the end of the outermost."""
-        return Call(self, region or nullcontext())
+        region = region or nullcontext()
+        return region if self._make_store is None else Call(self, region)
 
     def end(self, number: int) -> None:
         """The call, or `keep`, with this number has ended."""
@@ -82,6 +80,9 @@ class CastCaches:
     @contextlib.contextmanager
     def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
         """Casts of these weights that this thread makes live on inside. The script promises no writes that torch does not count."""
+        if self._make_store is None:
+            yield
+            return
         kept, number = self._kept, next(_numbers)
         outer = kept.weights
         kept.weights = (*outer, *weights)
@@ -122,11 +123,10 @@ class CastCaches:
         for store in self._stores():
             store.forget(tensor)
 
-    def bypass(self, more: int = 1) -> None:
-        """Have weights be cast at every use from now on, or with -1 take that back."""
-        with self._lock:
-            self._bypasses += more
-            self._tell_stores()
+    def bypass(self) -> None:
+        """Have weights be cast at every use from now on."""
+        self._bypasses.append(None)
+        self._tell_stores()
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -135,13 +135,10 @@ class CastCaches:
         try:
             yield
         finally:
-            self.bypass(-1)
+            self._bypasses.pop()
+            self._tell_stores()
 
-    def renew_lock(self) -> None:
-        """For a forked child: a thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
-
-    def _stores(self) -> list[CastStore]:
+    def _stores(self) -> list[Any]:
         return list(self._by_dtype.values())  # a copy: another thread may need one more meanwhile
 
 
@@ -184,11 +181,3 @@ class Call:
         if self._number:
             self._set(0)
             self._caches.end(self._number)
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether casts of ``tensor`` are worth keeping: exactly a parameter.
-
-    Other leaves are inputs, which scripts edit through ``.data``. Subclasses carry more than a storage and a version.
-    """
-    return type(tensor) is Parameter

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import hashlib
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -30,11 +29,9 @@ from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .library import dispatch
 from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_regions, restore, save, switch
-from .store import CastStore
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
-_logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
@@ -53,7 +50,7 @@ class Casting:
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
 
     Tensors are cast on the device types in ``device_types`` only. ``scope`` "process" casts every call of the thread that
-    installs, "forward" only those inside `forward_scope`. ``in_python`` leaves the library of wrappers in C++ aside.
+    installs, "forward" only those inside `forward_scope`. ``in_python`` leaves the wrappers in C++ aside.
     """
 
     def __init__(
@@ -65,15 +62,15 @@ class Casting:
         in_python: bool = False,
         scope: str = "process",
     ) -> None:
-        library = None if in_python else dispatch().library
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
-        self.caches = CastCaches(CastStore if library is None else library.CastStore)
-        control = None if library is None else library.Switch()
+        library = dispatch().library
+        self.caches = CastCaches(None if library is None else library.CastStore)
+        control = None if library is None or in_python else library.Switch()
         #: What the wrappers ask.
         self.state = CastingState(lower_precision, verbosity, self.caches, control)
         #: The wrappers in C++, where that library is loaded.
-        self.cpp = None if library is None else CppWrappers(library, control)
+        self.cpp = None if control is None else CppWrappers(library, control)
         self.device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
@@ -84,7 +81,7 @@ class Casting:
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
         self._wrappers: dict[int, Any] = {}  # what stands in their places by the id of originals
-        self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._rules: dict[tuple[int, str], CastRule] = {}
         self._tag = ""
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
         # States of threads before they were switched on for good, by their ident.
@@ -101,7 +98,7 @@ class Casting:
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
         _give_back_torch()
-        rules, dropped = self.policy.rules(_registered.values())
+        rules = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
         collects = gc.isenabled()
@@ -122,8 +119,6 @@ class Casting:
         finally:
             if collects:
                 gc.enable()
-        if dropped:
-            _logger.debug("This torch has no %s", ", ".join(dropped))
 
     def close(self) -> None:
         """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on.
@@ -169,8 +164,8 @@ class Casting:
         else:
             return
         self._await_packages()
-        for rule in self.policy.rules(_registered.values())[0]:
-            if (id(rule.owner), rule.name) not in self._kinds:
+        for rule in self.policy.rules(_registered.values()):
+            if (id(rule.owner), rule.name) not in self._rules:
                 self._patch(rule)
         self._describe()
         forget_traces()
@@ -294,14 +289,13 @@ class Casting:
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
-        rules = sorted(f"{getattr(owner, '__name__', '')}.{name}={kind}" for owner, name, kind in self._kinds.values())
-        digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
+        rules = [f"{getattr(one.owner, '__name__', '')}.{one.name}={one.kind.name}" for one in self._rules.values()]
+        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
         self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
         self._tell_state()
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
-        self.caches.renew_lock()
         self._end()
         switch_off_left_on()
         for one in self.state.device_types:  # in the midst of a forward, too
@@ -322,7 +316,7 @@ class Casting:
 
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
-        self._kinds[key] = rule.owner, rule.name, rule.kind.name
+        self._rules[key] = rule
         if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
@@ -341,7 +335,7 @@ class Casting:
 
     def _restore(self) -> None:
         self._patches.restore()
-        for known in (self._originals, self._kinds, self._wrapped_by, self._wrappers):
+        for known in (self._originals, self._rules, self._wrapped_by, self._wrappers):
             known.clear()
         if self.cpp is not None:
             self.cpp.close()

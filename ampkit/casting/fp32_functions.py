@@ -24,8 +24,6 @@ from ..dtypes import LOWER_PRECISION
 from .narrow_gradients import RowsOfTable, takes_narrow_gradients
 from .state import CastingState
 
-Log = Callable[[Tensor], None]
-
 _WORTHWHILE = 1 << 16
 _IN_CACHES = 1 << 18  # elements, for each thread
 
@@ -43,19 +41,19 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def without_copies(
-    wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str, log: Log | None
+    wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str
 ) -> Callable | None:
     """A function around ``wrapper``, which casts ``original``'s arguments to float32; None for all other names."""
     if any(owner is module for module in (F, torch)) and name in _COMPUTATIONS:
-        return _saving_the_input(wrapper, original, state, _COMPUTATIONS[name], log)
+        return _saving_the_input(wrapper, original, state, _COMPUTATIONS[name])
     known = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
     if known and torch.accelerator.is_available():
-        return _with_dtype(wrapper, original, state, log)
+        return _with_dtype(wrapper, original, state)
     return None
 
 
 def _saving_the_input(
-    wrapper: Callable, original: Callable, state: CastingState, computation: _Computation, log: Log | None
+    wrapper: Callable, original: Callable, state: CastingState, computation: _Computation
 ) -> Callable:
     def save_the_input(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -65,19 +63,15 @@ def _saving_the_input(
             found = computation.arguments(*args, **kwargs)
             if found is None or not any(isinstance(t, Tensor) and t.requires_grad for t in found):
                 return wrapper(*args, **kwargs)
-            result = _Float32Inside.apply(computation, original, *found)
+            return _Float32Inside.apply(computation, original, *found)
         except (TypeError, IndexError, RuntimeError):  # torch has the better words for it
             return wrapper(*args, **kwargs)
-        if log is not None:
-            log(x)
-        return result
 
     return save_the_input
 
 
 def _is_cast(x: Any, state: CastingState) -> bool:
-    is_plain = type(x) in (Tensor, Parameter) and x.dtype in LOWER_PRECISION
-    return is_plain and state.is_on() and state.casts_on(x.device.type)
+    return type(x) in (Tensor, Parameter) and x.dtype in LOWER_PRECISION and state.casts_on(x.device.type)
 
 
 def _records_plainly(x: Tensor) -> bool:
@@ -92,7 +86,7 @@ def _records_plainly(x: Tensor) -> bool:
     )
 
 
-def _with_dtype(wrapper: Callable, original: Callable, state: CastingState, log: Log | None) -> Callable:
+def _with_dtype(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
     """For functions with ``dtype=``, whose kernels convert element by element, except on the CPU."""
 
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
@@ -100,8 +94,6 @@ def _with_dtype(wrapper: Callable, original: Callable, state: CastingState, log:
         names_one = kwargs.get("dtype") is not None or any(type(value) is torch.dtype for value in args)
         if not _is_cast(x, state) or x.is_cpu or names_one or kwargs.get("out") is not None:
             return wrapper(*args, **kwargs)
-        if log is not None:
-            log(x)
         return original(*args, **{**kwargs, "dtype": torch.float32})
 
     return pass_dtype

@@ -137,9 +137,9 @@ class CastingState:
         return _traced_regions(self.device_types, enabled, dtype, narrow)
 
     def switch_back_on(self, device_types: Sequence[str]) -> None:
-        """Undo a mere switching off, likewise."""
-        if self.closed and (before := self.before.get(threading.get_ident())) is not None:
-            return self.restore(before)
+        """Undo a mere switching off, unless the engine was closed since."""
+        if self.closed:
+            return self.leave()
         for one in device_types:
             torch.set_autocast_enabled(one, True)
 
@@ -301,9 +301,7 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
                 torch.set_autocast_enabled(one, False)
             return function(*args, **kwargs)
         finally:
-            if not state.closed:
-                for one in on:
-                    torch.set_autocast_enabled(one, True)
+            state.switch_back_on(on)
 
     return call
 

@@ -27,7 +27,7 @@ from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from .state import CastingState, number_of_regions
+from .state import CastingState, number_of_regions, past_autocast
 
 _AUTOCAST_KEY = "_ampkit_autocast"
 _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
@@ -101,6 +101,7 @@ def _patch_picklers(patches: PatchSet, engine: Any) -> None:
 def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
     """See Note [the backward pass] in state.py."""
     run_backward = torch.autograd._engine_run_backward
+    without_autocast = past_autocast(run_backward, state)
     apply = BackwardCFunction.apply
 
     @functools.wraps(run_backward)
@@ -108,17 +109,12 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
         if not state.installed:
             return run_backward(*args, **kwargs)
         state.caches.drop_ended()
-        on = [one for one in state.device_types if torch.is_autocast_enabled(one)]
         try:
-            for one in on:
-                torch.set_autocast_enabled(one, False)
-            return run_backward(*args, **kwargs)
+            return without_autocast(*args, **kwargs)
         except RuntimeError as error:
             if "expected scalar type" in str(error) and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise ConfigurationError(_UNDER_VMAP) from error
             raise
-        finally:
-            state.switch_back_on(on)
 
     def note_state(function: Any) -> None:
         setattr(function, _AUTOCAST_KEY, (state.is_on(), state.other_precision()))

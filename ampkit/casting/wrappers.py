@@ -1,7 +1,8 @@
 """Wrappers that stand in torch's place where calls are cast: one factory for each `CastKind`.
 
-Each wrapper asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a script has
-kept casts nothing after the engine closes. The engine calls `wrap`; nothing here patches anything.
+`_where_casts_are_off` asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a
+script has kept casts nothing after the engine closes. What it stands around is called where casts are on. The engine calls `wrap`;
+nothing here patches anything.
 
 Note [the tables win]
     torch.autocast is on beneath the wrappers, and sees what a function calls in its turn. So torch's functions are called with
@@ -33,7 +34,6 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
-from .cache import is_weight
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32
@@ -77,13 +77,13 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         in_cpp = False  # it leaves torch.autocast on beneath functions in Python
     saving = None
     if kind is CastKind.FP32:
-        log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
-        saving = without_copies(wrapper, original, state, owner, name, log)
-        if saving is not None and name == "embedding":
-            saving, in_cpp = with_gradients_of_tables(saving, original), False
+        # The log of casts is written where a copy is made.
+        saving = without_copies(wrapper, original, state, owner, name) if state.verbosity < 2 else None
+        if owner is torch and name == "embedding":
+            saving, in_cpp = with_gradients_of_tables(saving or wrapper, original), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
-    wrapper = _where_casts_are_off(saving or wrapper, original, state)
+    wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
     _name_like(wrapper, original, owner, name)
     if not in_cpp:
         return wrapper
@@ -116,7 +116,7 @@ def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> 
     def narrow(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         dtype = getattr(x, "dtype", None)
-        if dtype not in LOWER_PRECISION or not state.is_on() or not state.is_narrow():
+        if dtype not in LOWER_PRECISION or not state.is_narrow():
             return wrapper(*args, **kwargs)
         if native is not None:  # in another precision too, where a call names one
             return native(*args, **kwargs)
@@ -133,8 +133,10 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
     """See Note [where casts are off] in state.py."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not state.stores or state.is_on():
+        if state.is_on():
             return wrapper(*args, **kwargs)
+        if not state.stores:
+            return original(*args, **kwargs)
         lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
         if state.holds_for(lower):
             with state.region(True, lower[0].dtype, narrow=True):
@@ -187,7 +189,8 @@ def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
             return x
-        return cached(x, convert) if is_weight(x) else convert(x)
+        # Other leaves are inputs, which scripts edit through .data; subclasses carry more than a storage and a version.
+        return cached(x, convert) if type(x) is Parameter else convert(x)
 
     return lower
 
@@ -212,7 +215,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     any_call = _of_any_arguments(kind, call, as_it_is, state, name)
-    follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
+    follows_regions, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
     # Parameters go to the cache directly: a weight that is in it costs no more than the look-up.
@@ -220,8 +223,6 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else state.caches.caster(target)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
-            return original(*args, **kwargs)
         if follows_regions and (dtype := other_precision()) is not None:
             return any_call(args, kwargs, caster(kind, state, name, dtype=dtype))
         for value in kwargs.values():
@@ -268,11 +269,9 @@ def _into(out: Any, function: Callable, args: tuple, kwargs: dict, state: Castin
 
 
 def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """PROMOTE and PROMOTE_SEQUENCE: all to the widest dtype, where torch would refuse the mixture."""
+    """PROMOTE: all to the widest dtype, where torch would refuse the mixture."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not state.is_on():
-            return original(*args, **kwargs)
         if _has_dtype(args, kwargs):
             return as_it_is(*args, **kwargs)
         if (out := kwargs.get("out")) is not None:
@@ -313,7 +312,7 @@ def _match_first(kind: CastKind, original: Callable, as_it_is: Callable, state: 
     """MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not state.is_on() or not args:
+        if not args:
             return original(*args, **kwargs)
         first, *others = args
         dtype = getattr(first, "dtype", None)
@@ -332,7 +331,7 @@ def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state:
     """FP32_WEIGHTS: batch norm, which takes float32 weights and statistics beside an input in any precision."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not state.stores or not state.is_on():
+        if not state.stores:
             return original(*args, **kwargs)
         statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
         # A copy would get what is written to them.
@@ -354,8 +353,6 @@ def _refuse(kind: CastKind, original: Callable, as_it_is: Callable, state: Casti
     )
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not state.is_on():
-            return as_it_is(*args, **kwargs)
         if name in _ADVICE and state.is_narrow():  # lower precision is what such a model has
             return as_it_is(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         looked_at = (args[0] if args else kwargs.get("input"),) if in_place else (args, kwargs)
@@ -381,7 +378,7 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
     """
 
     def recurrent(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and torch.backends.cudnn.is_acceptable(args[0]) and state.is_on():
+        if args and isinstance(args[0], Tensor) and torch.backends.cudnn.is_acceptable(args[0]):
             if (state.other_precision() or state.lower_precision) is torch.float16:
                 return original(*args, **kwargs)
         return wrapper(*args, **kwargs)
@@ -391,11 +388,7 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
 
 def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """NATIVE, for functions that torch.autocast would cast: see Note [the tables win]."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return (as_it_is if state.is_on() else original)(*args, **kwargs)
-
-    return wrapper
+    return as_it_is
 
 
 _FACTORIES = {
@@ -403,7 +396,6 @@ _FACTORIES = {
     CastKind.BFLOAT16: _one_dtype,
     CastKind.FP32: _one_dtype,
     CastKind.PROMOTE: _promote,
-    CastKind.PROMOTE_SEQUENCE: _promote,
     CastKind.CONTRACTION: _contract,
     CastKind.MATCH_FIRST: _match_first,
     CastKind.FP32_WEIGHTS: _fp32_weights,
@@ -454,14 +446,10 @@ def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
     def convert_and_log(x: Tensor) -> Tensor:
         cast = convert(x)
         if cast is not x:
-            _log_cast(x, dtype, name)
+            _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
         return cast
 
     return convert_and_log
-
-
-def _log_cast(x: Tensor, dtype: torch.dtype, name: str) -> None:
-    _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
 
 
 def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:

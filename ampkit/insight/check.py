@@ -132,7 +132,7 @@ class Observer(logging.Handler, Listener):
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
         self._here = threading.local()
-        self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()[0]}
+        self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._autocast_off = 0
         self._is_scaled = self.has_scaler = False
 

@@ -218,7 +218,7 @@ class Treatment:
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
-        rules = plan.policy.rules()[0] if plan.enabled and plan.casts_calls else ()
+        rules = plan.policy.rules() if plan.enabled and plan.casts_calls else ()
         self._rules = {(id(rule.owner), rule.name): rule.kind for rule in rules}
         self.stored: dict[Tensor, torch.dtype] = {
             param: self.storage(module, param)

@@ -198,4 +198,4 @@ def loss_scale(optimizer: Any, loss_id: int = 0) -> float:
     session = session_of(validation.optimizer(optimizer, "loss_scale"))
     if session is None or not session.plan.enabled:
         return 1.0
-    return session.scaler(loss_id).loss_scale
+    return session.scaling.scaler(loss_id).loss_scale

@@ -95,6 +95,7 @@ class GradScaler(TorchGradScaler):
         wrapper, found = self._found[id(optimizer)]
         self._stepped.add(id(optimizer))
         if found is not None and found.overflowed:
+            wrapper.findings.of_step = found
             wrapper.skip()
             return None
         if found is not None:
@@ -165,7 +166,7 @@ class GradScaler(TorchGradScaler):
 
     @property
     def _scaler(self) -> LossScaler:
-        return self._owner().scaler(self._loss_id)
+        return self._owner().scaling.scaler(self._loss_id)
 
 
 def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
@@ -237,4 +238,4 @@ def _newest_scaler(loss_id: int) -> LossScaler:
         raise NotInitializedError(
             "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
         )
-    return newest.scaler(loss_id)
+    return newest.scaling.scaler(loss_id)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..insight.updates import Named, UpdateCheck, Weights, named_params
-from ..registry import wrapper_of
-from ..validation import unwrapped
+from ..registry import unwrapped, wrapper_of
 
 #: Elements of a parameter that are looked at, the share of the time that this may take, and the number of parameters in the first
 #: step, before it is known what one costs.
@@ -58,8 +57,8 @@ class _Samples(UpdateCheck):
         begun = perf_counter()
         found = self._weights.counts() if self._weights is not None else {}
         if (wrapper := wrapper_of(self.optimizer)) is not None:
-            self._found_inf = wrapper.findings.flag_of_step
-        if self._found_inf is not None and self._found_inf is not False:
+            self._found_inf = None if (found_inf := wrapper.findings.of_step) is None else found_inf.flag
+        if self._found_inf is not None:
             found = {
                 name: tuple(one * _is_taken(self._found_inf, one) for one in counts) for name, counts in found.items()
             }
@@ -87,9 +86,9 @@ class _Samples(UpdateCheck):
         )
 
 
-def _is_taken(flag: bool | torch.Tensor, beside: torch.Tensor) -> torch.Tensor | int:
+def _is_taken(flag: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     """1 where a step was taken, 0 where it was skipped, by a flag that may be on another device."""
-    return (flag == 0).to(beside) if isinstance(flag, torch.Tensor) else 1 - flag
+    return (flag == 0).to(beside)
 
 
 class LostUpdates(*_BASES):  # type: ignore[misc]

@@ -10,8 +10,7 @@ from unittest import mock
 from ..api import initialize
 from ..errors import ConfigurationError
 from ..logs import logger
-from ..registry import session_of
-from ..validation import unwrapped
+from ..registry import session_of, unwrapped
 from .accelerate import PRECISION_VARIABLE, attach, refuse_unfit
 
 

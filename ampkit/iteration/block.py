@@ -6,7 +6,6 @@ optimizers. Nothing waits for a device.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,21 +15,19 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
+from ..errors import ConfigurationError, LossIdError, NotInitializedError
 from ..events import listeners, tell
 from ..labels import labelled
 from ..optimizers.scales import Scale, on
 from ..registry import live_sessions, wrappers
-from ..sharding import highest
 from .advice import Advice
-from .found_inf import BackwardPass, FoundInf, constant, is_known_clean
+from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
-from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
+from .optimizer_wrapper import OptimizerWrapper, keep_casts_to_step
 from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
 
 _NO_DDP = weakref.ref(set())  # of what is gone
-_CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
 
 @dataclass(eq=False)
@@ -83,8 +80,6 @@ class Block:
     def _begin(self) -> torch.Tensor:
         if self.delay_unscale:
             keep_casts_to_step(self.named)
-        else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
-            drop_casts()
         for wrapper in self.named:
             wrapper.findings.begin(self.scaler, self.named if self.is_plain else ())
         if self.is_plain:
@@ -174,15 +169,16 @@ class Block:
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
-        if len(wrappers()) > len(self._held):
+        every = wrappers()
+        if len(every) > len(self._held):
             self._hold_strangers(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
         results = retained([self.scaled]) if retained_refs and inputs is None else []
-        self.hold_leaves(reached.leaves + results, reached.has_python)
+        self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
-    def hold_leaves(self, leaves: list[torch.Tensor], has_python: bool = False) -> None:
-        """Hold those that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
-        every, outside = wrappers(), []
+    def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
+        """Hold those that no optimizer of ``every`` updates; behind a function in Python may be all such of the models."""
+        outside = []
         for leaf in leaves:
             for wrapper in every:
                 if id(leaf) in wrapper.gradients.ids:
@@ -297,12 +293,12 @@ def collect(
     for wrapper in unnamed:
         _collect_unnamed(wrapper, backward, found, named)
     if found is not None:
-        _combine(found, named)
+        found.agree(_groups_of(named))
     for wrapper in named:  # not before: the flag is what has been found in all of them
         wrapper.findings.add(found)
     if found is None:
         return
-    if not is_known_clean(found.flag):
+    if not found.is_clean:
         if loss is not None:
             found.loss = loss.detach()
         if outside is not None:  # no optimizer clears these
@@ -313,8 +309,6 @@ def collect(
         scaler.delayed_check = found
         return
     scaler.update(found, moves_scale=not backward.local)
-    if _CHECKS_RANKS:
-        _check_ranks(scaler, named)
 
 
 def _collect_unnamed(
@@ -328,7 +322,7 @@ def _collect_unnamed(
     of_unnamed = None if found is None else new_finding(named)
     gradients.collect(backward, of_unnamed)
     if of_unnamed is not None:
-        _combine(of_unnamed, [wrapper])
+        of_unnamed.agree(gradients.process_groups)
     wrapper.findings.add(of_unnamed)
     if found is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
         wrapper.findings.share(found)
@@ -412,8 +406,8 @@ class LossScaling:
         for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
             gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
-            _combine(found, [wrapper])
-            if outside is not None and not is_known_clean(found.flag):
+            found.agree(wrapper.gradients.process_groups)
+            if outside is not None and not found.is_clean:
                 outside.zero_where(found.flag)
         self.forget_outside()
         return found
@@ -421,8 +415,6 @@ class LossScaling:
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
         """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
         scaler.update(FoundInf.any_of([one for _, one in found]))
-        if _CHECKS_RANKS:
-            _check_ranks(scaler, [wrapper for wrapper, _ in found])
         if any(wrapper.findings.skipped for wrapper, _ in found):
             scaler.report(wait=True)
 
@@ -434,32 +426,12 @@ class LossScaling:
 
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
     """The flag of one block, in whose gradients nothing is found yet."""
-    return FoundInf(constant(0.0, torch.float32, home_of(wrappers)).clone(), scaler, wrappers[0].owner.name_of)
+    return FoundInf.clear(home_of(wrappers), scaler, wrappers[0].owner.name_of)
 
 
-def _combine(found: FoundInf, named: Sequence[OptimizerWrapper]) -> None:
-    """Set the flag on every process where it is set on one: they step together or not at all."""
-    groups: list[Any] = []
-    for wrapper in named:
-        groups += wrapper.gradients.process_groups
-    if groups:
-        highest(found.flag, dict.fromkeys(groups))
-
-
-def _check_ranks(scaler: LossScaler, named: Sequence[OptimizerWrapper]) -> None:
-    """Raise where the processes do not agree on the loss scale: they would train apart from here on."""
-    groups = dict.fromkeys(group for wrapper in named for group in wrapper.gradients.process_groups)
-    if not groups and torch.distributed.is_available() and torch.distributed.is_initialized():
-        groups = {torch.distributed.group.WORLD: None}  # DDP's
-    scale = scaler.loss_scale
-    bounds = torch.tensor([scale, -scale], device=home_of(named))
-    highest(bounds, groups)
-    if bounds.sum() != 0.0:
-        raise LossScaleError(
-            f"The loss scales of the processes differ: {-bounds[1].item():g} to {bounds[0].item():g}, {scale:g} here. "
-            "One of them has met an overflow that the others do not know of. Where gradients are averaged by hand, pass "
-            "process_group= to initialize()."
-        )
+def _groups_of(named: Sequence[OptimizerWrapper]) -> dict[Any, None]:
+    """The groups of processes that have to agree whether these step."""
+    return dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups])
 
 
 def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:

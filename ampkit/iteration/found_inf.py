@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class FoundInf:
     None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
     """
 
+    is_clean = False  # whether the host knows that no gradient was: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
     iteration: int | None = None  # its number, from 1, of those that the scaler has ended; None in a CUDA graph
 
@@ -44,10 +45,21 @@ class FoundInf:
         self.moves_scale = False
         self.lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
 
+    @classmethod
+    def clear(cls, device: torch.device, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> FoundInf:
+        """One on this device, with nothing found yet."""
+        return cls(constant(0.0, torch.float32, device).clone(), scaler, name_of)
+
+    def agree(self, groups: Iterable[Any] = ()) -> None:
+        """All is found: processes of these groups step together or not at all, so the flag is set where it is set on one."""
+        if groups:
+            highest(self.flag, groups)
+        self.is_clean = is_known_clean(self.flag)
+
     @functools.cached_property
     def overflowed(self) -> bool:
         """Whether a gradient was not finite. Waits for the device."""
-        return is_set(self.flag)
+        return not self.is_clean and is_set(self.flag)
 
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
@@ -72,12 +84,16 @@ class FoundInf:
 
     @classmethod
     def any_of(cls, found: Sequence[FoundInf]) -> FoundInf:
-        """One for all of these, where the first is."""
-        first = found[0]
+        """One for all of these, where the first of them is that is not known to be clean."""
         if len(found) == 1:
-            return first
-        combined = cls(torch.stack([on(one.flag, first.flag.device) for one in found]).amax(0), name_of=first._name_of)
-        combined.lists = [pair for one in found for pair in one.lists]
+            return found[0]
+        first, *others = [one for one in found if not one.is_clean] or found[:1]
+        flag = first.flag
+        if others:
+            flag = torch.stack([flag, *[on(one.flag, flag.device) for one in others]]).amax(0)
+        combined = cls(flag, name_of=first._name_of)
+        combined.lists = [pair for one in (first, *others) for pair in one.lists]
+        combined.is_clean = first.is_clean
         return combined
 
 
@@ -308,28 +324,26 @@ class Findings:
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
-        self._flag: torch.Tensor | None = None  # of all blocks that made the gradients that are there
-        self.new: list[FoundInf] = []  # these blocks, until a step has counted them
-        self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
-        self._made_some = False  # whether these blocks have made gradients
+        self._found: FoundInf | None = None  # by all blocks that made the gradients that are there
+        self.new: list[FoundInf] = []  # by these blocks, until a step has counted them
+        self._shared: FoundInf | None = None  # by another optimizer's block, which made some of these gradients
         self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite where these gradients are
-        #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
-        self._beside: dict[Findings, torch.Tensor | None] = {}
-        #: Whether the last step was skipped; a tensor is the flag by which its device decided.
-        self.flag_of_step: bool | torch.Tensor = False
+        #: Of the optimizers that a block at loss scale 1 has named together: what those have found that have stepped since.
+        self._beside: dict[Findings, FoundInf | None] = {}
+        self.of_step: FoundInf | None = None  # what the last step went by
         self.scaler: Any = None  # of the last block
         self._scalers: list[Any] = []  # of the blocks that the last step has gone by
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def add(self, found: FoundInf | None) -> None:
-        """A block has made gradients, and this is its flag; None where it does not check them."""
+        """A block has made gradients, and found this in them; None where it does not check them."""
         self._checked = self._shared = None
         if found is not None and found not in self.new:
-            before = self._flag if self.new else None  # a step has gone by that of no new block
+            before = self._found if self.new else None  # a step has gone by that of no new block
             self.new.append(found)
-            self._flag = found.flag if before is None else _highest([before, found.flag])
-            self._made_some = self._gradients.note_judged()
+            self._found = found if before is None else FoundInf.any_of([before, found])
+            self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
@@ -339,14 +353,14 @@ class Findings:
 
     def share(self, found: FoundInf) -> None:
         """Another optimizer's block has made gradients that this one updates too, until a block makes them again."""
-        self._shared = found.flag
+        self._shared = found
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
         self._checked = number, seen(self._gradients.params)
 
-    def flag(self, checks: bool = False) -> torch.Tensor | None:
-        """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
+    def judge(self, checks: bool = False) -> FoundInf | None:
+        """What decides whether this step is to be skipped; None where nothing was checked. Nothing waits for its flag.
 
         At loss scale 1 gradients are looked at with ``checks`` alone.
         """
@@ -358,31 +372,31 @@ class Findings:
             if one.scaler is not None and one.scaler.delayed_check is one:  # its iteration ends now at the latest
                 one.scaler.update(one)
             if not one.moves_scale:
-                apart.append(one.flag)
-        scaler, before = self.scaler or self._owner.scaling.scalers[0], self._flag
+                apart.append(one)
+        scaler, before = self.scaler or self._owner.scaling.scalers[0], self._found
         is_one = scaler.is_one
         if (checks or not is_one) and not (before is not None and self._is_settled()):
             again = self._look()
             if is_one:
-                if self._beside:
-                    self._heed_others(again)
-                scaler.update(again)
+                self._found = scaler.update(self._heed_others(again) if self._beside else again)
                 scaler.report()
-                self._flag = again.flag
-            elif before is None or not is_known_clean(again.flag):
-                apart += [again.flag if before is None else again.flag - before] if new or before is None else []
-                self._flag = again.flag if before is None else _highest([before, again.flag])
+            elif before is None:
+                apart.append(again)
+                self._found = again
+            elif not again.is_clean:
+                apart += [FoundInf(again.flag - before.flag)] if new else []
+                self._found = FoundInf.any_of([before, again])
         if self._shared is not None:
-            self._flag = self._shared if self._flag is None else _highest([self._flag, self._shared])
-        if apart and not is_known_clean(flag := _highest(apart)):
-            self._owner.scaling.scalers[0].count_apart(flag)
+            self._found = self._shared if self._found is None else FoundInf.any_of([self._found, self._shared])
+        if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
+            self._owner.scaling.scalers[0].count_apart(all_apart.flag)
         self._checked = None
-        self.flag_of_step = False if self._flag is None else self._flag
-        return self._flag
+        self.of_step = self._found
+        return self._found
 
     def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
-        self.flag(checks)
+        self.judge(checks)
         if self.skipped:
             self.report()
         return self.skipped
@@ -395,9 +409,7 @@ class Findings:
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
-        if isinstance(self.flag_of_step, torch.Tensor):
-            self.flag_of_step = is_set(self.flag_of_step)
-        return self.flag_of_step
+        return self.of_step is not None and self.of_step.overflowed
 
     def look_again(self) -> None:
         """Hold no gradient as it was: the next step looks at all of them."""
@@ -405,36 +417,35 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
-        self._flag = self._judged = self._checked = self._shared = None
-        self._made_some = False
+        self._found = self._judged = self._checked = self._shared = self._gradients.judged = None
         self.new = []
         self.came_through_no_block = False
 
     def drop_cleared(self) -> None:
         """There are no gradients: what was found in them goes. A flag stays of a block that has made none of them."""
-        if self._made_some or self._flag is None:
+        if self._gradients.judged is not None or self._found is None:
             self.forget()
 
     def zero_skipped(self, closes: bool = False) -> None:
         """Before a block adds to gradients that a step has refused, or a session closes: zeros in their place."""
         if closes or not self.new:
             self._drop_of_others()
-            if self._flag is not None and not is_known_clean(self._flag):
-                self._gradients.zero_where(self._flag)
+            if self._found is not None and not self._found.is_clean:
+                self._gradients.zero_where(self._found.flag)
 
     def _drop_of_others(self) -> None:
         """Forget flags of gradients in whose places a script has put others."""
-        if self._made_some and not self._gradients.are_judged:
+        if self._gradients.judged is not None and not self._gradients.are_judged:
             self.forget()
 
-    def _heed_others(self, own: FoundInf) -> None:
-        """Have the flag be set where one of another optimizer of the block is."""
-        told, beside, self._beside = own.flag.clone(), self._beside, {}
-        for other, flag in beside.items():
-            flag = other._look().flag if flag is None else flag
-            own.flag.copy_(torch.maximum(own.flag, on(flag, own.flag.device)))
+    def _heed_others(self, own: FoundInf) -> FoundInf:
+        """What was found by this optimizer, or by another one of the block."""
+        found, beside, self._beside = [own], self._beside, {}
+        for other, theirs in beside.items():
+            found.append(other._look() if theirs is None else theirs)
             if self in other._beside:
-                other._beside[self] = told
+                other._beside[self] = own
+        return FoundInf.any_of(found)
 
     def _is_settled(self) -> bool:
         """Whether the flag of the blocks is all that there is to know: no gradient was written to since they were judged.
@@ -457,12 +468,14 @@ class Findings:
 
     def _look(self) -> FoundInf:
         """Whether the gradients of now are finite, on all processes that step together."""
-        if self._checked is not None and are_still(self._checked[1], self._gradients.params):
-            return FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
-        found = FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), name_of=self._owner.name_of)
-        self._gradients.check(found)
-        if self._gradients.process_groups:
-            highest(found.flag, self._gradients.process_groups)
+        gradients = self._gradients
+        if self._checked is not None and are_still(self._checked[1], gradients.params):
+            found = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
+            found.agree()
+            return found
+        found = FoundInf.clear(gradients.device, name_of=self._owner.name_of)
+        gradients.check(found)
+        found.agree(gradients.process_groups)
         return found
 
     def _first_nonfinite(self) -> str | None:
@@ -471,11 +484,3 @@ class Findings:
             if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
                 return self._owner.name_of(slot.param)
         return None
-
-
-def _highest(flags: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flag for all of these, where the first is."""
-    highest_yet = flags[0]
-    for flag in flags[1:]:
-        highest_yet = torch.maximum(highest_yet, flag.to(highest_yet.device, non_blocking=True))
-    return highest_yet

@@ -184,7 +184,7 @@ class Gradients:
         self._before = State.READY  # the block that is open
         self.holder: Any = None  # this block, and whether it only may come here
         self._is_guess = False
-        self._judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
+        self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
         self.clipping = Clipping()
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -383,19 +383,18 @@ class Gradients:
         if are_judged:
             self.note_judged()
 
-    def note_judged(self) -> bool:
-        """A block has judged the gradients of now. Returns whether there are any."""
-        self._judged = None
+    def note_judged(self) -> None:
+        """A block has judged the gradients of now."""
+        self.judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
-                self._judged = slot, Reference(gradient)
-                return True
-        return False
+                self.judged = slot, Reference(gradient)
+                return
 
     @property
     def are_judged(self) -> bool:
         """Whether these are the gradients that a block has judged, written to or not."""
-        return self._judged is not None and stored_gradient(self._judged[0].param) is self._judged[1]()
+        return self.judged is not None and stored_gradient(self.judged[0].param) is self.judged[1]()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""

@@ -20,7 +20,7 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import is_rank_zero, logger
 from ..optimizers.scales import on, refuse_to_begin
-from .found_inf import FoundInf, arrived, is_capturing, is_known_clean, refuse_to_read
+from .found_inf import FoundInf, arrived, is_capturing, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -159,8 +159,7 @@ class LossScaler:
         #: What the host has learned so far, and what it has told of that; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
-        self._as_apex = as_apex  # every skip has a line, and the same one
-        self._line, self._repeats = "", 0  # the last such line, and how often it would have stood there again
+        self._as_apex = as_apex  # every skip has the same line
         self._has_news = False  # whether a step may have been skipped that was not told of
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
@@ -241,6 +240,7 @@ class LossScaler:
         """
         if isinstance(found, torch.Tensor):
             found = FoundInf(found)
+            found.agree()
         found.scaler, found.moves_scale = self, moves_scale
         if self.delayed_check is found:
             self.delayed_check = None
@@ -249,7 +249,7 @@ class LossScaler:
         flag = found.flag if moves_scale else torch.zeros_like(found.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
-        self._has_news = self._has_news or not is_known_clean(found.flag)
+        self._has_news = self._has_news or not found.is_clean
         self._iterations += 1
         found.iteration = None if is_capturing(found.flag) else self._iterations
         self._recent.append(found)
@@ -324,7 +324,8 @@ class LossScaler:
             newest = self._newest_of(skips, self._iterations if wait else self._copy.iteration)
             is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
             cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
-            self._log_skips(skips, cause, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
+            details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
+            logger.info(self.overflow_line() + (f" ({details})" if details else ""))
             self._diagnose(skips, newest, unnamed)
         if wait:
             self._recent = deque((found for found in self._recent if found.iteration is None), maxlen=8)
@@ -373,20 +374,6 @@ class LossScaler:
             if self.on_floor != "raise":
                 logger.warning(str(self._error))
                 self._error = None
-
-    def _log_skips(self, skips: int, cause: str, is_new: bool) -> None:
-        """Log skips, and the ``cause`` of the last; equal lines in a row are counted, and logged with their number after some."""
-        line, repeats = self.overflow_line(), self._repeats
-        is_equal = line == self._line and not is_new
-        if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
-            self._repeats += skips
-            return
-        lines = [(line, repeats + skips, cause)] if is_equal else [(self._line, repeats, ""), (line, skips, cause)]
-        for said, number, why in lines:
-            if number:
-                details = ", ".join(filter(None, (f"{number} steps" * (number > 1), why)))
-                logger.info(said + (f" ({details})" if details else ""))
-        self._line, self._repeats = line, 0
 
     def overflow_line(self) -> str:
         """The line that reports a skipped step."""

@@ -30,7 +30,7 @@ from ..optimizers.traits import Traits, evaluates_once, hand_over, has_hooks
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
 from .advice import Advice
-from .found_inf import Findings, is_known_clean
+from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
@@ -51,6 +51,7 @@ class OptimizerWrapper:
     def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.owner = owner
+        self.advice: Advice = owner.scaling.advice
         self._patches = PatchSet()
         self.delayed_with: LossScaler | None = None
         self.active = True
@@ -125,12 +126,6 @@ class OptimizerWrapper:
                 self.has_lent = True
                 param = entry.loans.lend_parameter(entry, param)
             yield param
-
-    @property
-    def advice(self) -> Advice:
-        """What a script is told of mistakes."""
-        advice: Advice = self.owner.scaling.advice
-        return advice
 
     @property
     def has_scale(self) -> bool:
@@ -265,18 +260,16 @@ class OptimizerWrapper:
         try:
             if not way.skips_on_device:
                 return findings.forbid_step(checks), None
-            flag = findings.flag(checks)
-            is_clean = flag is None or is_known_clean(flag)
-            if (
-                not (is_clean or self.traits.takes_inputs or self.traits.takes_found_inf) and flag.is_cpu
-            ):  # read for nothing
+            found = findings.judge(checks)
+            if found is None or found.is_clean:  # with a flag a step takes longer, torch's on the CPU by a third
+                return False, None
+            if found.flag.is_cpu and not (self.traits.takes_inputs or self.traits.takes_found_inf):  # read for nothing
                 findings.report()
                 return True, None
         except BaseException:  # a script that saves its model now saves statistics without this batch
             self.owner.statistics.keep_finite()
             raise
-        # With a flag a step takes longer, torch's on the CPU by a third.
-        return False, None if is_clean else flag
+        return False, found.flag
 
     def checks_step(self, way: Way | None = None) -> bool:
         """Whether a step looks at gradients that no block has checked, as at loss scale 1.
@@ -361,7 +354,6 @@ class OptimizerWrapper:
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
-        self.findings.flag_of_step = True
         self.gradients.clipping.end_step()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()

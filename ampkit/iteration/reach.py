@@ -128,7 +128,7 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
         if _running_backward() != -1:  # a part of the pass around it, as torch.utils.checkpoint is
             around = [block for block in open_blocks if block.has_python]
             if len(around) == 1:
-                around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves)
+                around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves, wrappers())
             return original(roots, *args, **kwargs)
         run = telling(original, roots) if listeners else original
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)

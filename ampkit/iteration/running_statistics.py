@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from ..models.records import walk
-from ..registry import additions
+from .. import registry
 
 # Bound once: asked in every forward.
 _tracing = torch._C._get_tracing_state
@@ -39,7 +38,7 @@ class RunningStatistics:
         changed = self.changed
         if changed:
             self.keep_finite()
-        has_others = found.additions != additions()
+        has_others = found.additions != registry.additions
         if has_others:
             found.look_in(model)
         if found.places and found.are_training:
@@ -66,8 +65,8 @@ class _Statistics:
 
     def look_in(self, model: nn.Module) -> None:
         """Find the layers that the model has now."""
-        self.additions = additions()
-        self.places = [(vars(module), names) for module in walk(model) if (names := _names_in(module))]
+        self.additions = registry.additions
+        self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
         self._last_of = {place: last for place, last in self._last_of.items() if place in here}
 

@@ -169,7 +169,7 @@ def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
     """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
-    wrapper.findings.flag_of_step = False
+    wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
     before = _copies(wrapper.gradients.slots)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .. import registry
 from ..errors import ConfigurationError
 from ..patching import Reference
-from ..registry import additions
 from .copies import RECORD_KEY, hand_out_plain_copies
 from .float32_values import Float32Value, Loans
 
@@ -67,17 +67,6 @@ def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value
         record = record_of(module)
         for _, param, entry in record.lower_in(module) if record is not None else ():
             yield param, entry
-
-
-def walk(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of ``model``, each once, as ``model.modules()`` gives them."""
-    seen, pending = {model}, [model]
-    for module in pending:
-        yield module
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
 
 
 def go_by_record(module: nn.Module, record: CastModel) -> None:
@@ -153,10 +142,10 @@ def sync_weights(model: nn.Module) -> bool:
 def note_new_modules(model: nn.Module) -> None:
     """Have modules that are new since ``initialize``, such as parametrizations, save what came from the model in float32."""
     record = record_of(model)
-    if record is None or record.additions == additions():
+    if record is None or record.additions == registry.additions:
         return
-    record.additions = additions()
-    for module in walk(model):
+    record.additions = registry.additions
+    for module in model.modules():
         if RECORD_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
             go_by_record(module, record)
 

@@ -137,10 +137,7 @@ class FusedOptimizer(KeepsState):
 
     @property
     def device_settings(self) -> dict[str, torch.dtype]:
-        """Settings of groups that are tensors, and stand where the parameters do.
-
-        A step copies nothing there, so that a CUDA graph may hold it.
-        """
+        """Settings of groups that are tensors beside the parameters: a step copies nothing there, so a CUDA graph may hold it."""
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -230,19 +227,15 @@ class FusedOptimizer(KeepsState):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
-        return self.step_under(None, closure)
-
-    def step_under(self, grad_scaler: Any, closure: Callable[[], Any] | None) -> Any:
-        """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         if torch.compiler.is_dynamo_compiling():  # kernels, and state that comes and goes, are no part of a graph
-            return torch._dynamo.disable(self.step_under)(grad_scaler, closure)  # type: ignore[no-untyped-call]
+            return torch._dynamo.disable(FusedOptimizer.step)(self, closure)  # type: ignore[no-untyped-call]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         given = self.inputs
-        if grad_scaler is not None or given is None:
-            self.inputs = _inputs_of_grad_scaler(self, grad_scaler)
+        if given is None:
+            self.inputs = _inputs_of_grad_scaler(self)
         try:
             with (self.inputs or _NOTHING).around():
                 self.judge(self.param_groups)
@@ -431,19 +424,9 @@ def where_true(**settings: bool) -> dict[str, bool]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _inputs_of_grad_scaler(optimizer: Any, grad_scaler: Any) -> StepInputs:
-    """What a ``torch.amp.GradScaler`` has to say about a step: the scale of the gradients, and whether all are finite.
-
-    It hands over itself, or leaves two attributes on the optimizer; without any it has nothing to say.
-    """
+def _inputs_of_grad_scaler(optimizer: Any) -> StepInputs:
+    """What a ``torch.amp.GradScaler`` says of a step by two attributes: the scale of the gradients, and whether all are finite."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if grad_scaler is not None:
-        state = grad_scaler._per_optimizer_states[id(optimizer)]
-        unscaled = state["stage"].name == "UNSCALED"
-        found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
-        scale = None if unscaled else grad_scaler._get_scale_async()
-        if flags := list(found.values()):
-            found_inf = torch.stack([on(flag, flags[0].device) for flag in flags]).max().reshape(1)
     if optimizer.step_in_backward and (scale is not None or found_inf is not None):
         raise RuntimeError(
             f"{type(optimizer).__name__}: with step_in_backward=True weights were updated before GradScaler could unscale their "

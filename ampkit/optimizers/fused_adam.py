@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,7 +145,3 @@ class FusedAdam(AdamW):
         self.set_grad_none = set_grad_none
         settings.update(bias_correction=bias_correction, capturable=capturable)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
-
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One update. torch's GradScaler passes itself where this is ``capturable``."""
-        return self.step_under(grad_scaler, closure)

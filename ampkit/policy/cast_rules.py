@@ -7,6 +7,7 @@ works on `CastRule`s, and `expand` is the pure step between them. What a user re
 from __future__ import annotations
 
 import enum
+import itertools
 import pkgutil
 import sys
 from collections.abc import Iterable
@@ -21,7 +22,6 @@ class CastKind(enum.Enum):
     BFLOAT16 = "cast to bfloat16, whatever the session's lower precision is"
     FP32 = "cast to float32"
     PROMOTE = "cast to the widest dtype among the arguments"
-    PROMOTE_SEQUENCE = "cast the tensors of a sequence to the widest dtype among them"
     CONTRACTION = "cast to the session's lower precision where an index is summed over, else to the widest dtype"
     MATCH_FIRST = "cast the other arguments to the dtype of the first"
     FP32_WEIGHTS = "cast the arguments after the first to float32, but for statistics in lower precision"
@@ -79,32 +79,28 @@ class CastRule:
     narrow: bool = False
 
 
-def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
-    """The rules that hold for the installed torch, and the names of the tables that it lacks.
+def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) -> list[CastRule]:
+    """The rules that hold for the installed torch; names that it lacks are left out.
 
     One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both: a rule
     for a function of torch.nn.functional also over the tables' rules for `namesakes`. Groups of packages that are not
     loaded are left out.
     """
     rules: dict[tuple[int, str], CastRule] = {}
-    dropped: list[str] = []
     for group in tables:
         if not is_loaded(group.package):
             continue
-        owners = [(path, resolve_owner(path)) for path in group.owners]
-        for name in group.names:
-            found = [owner for _, owner in owners if owner is not None and hasattr(owner, name)]
-            for owner in found:
+        owners = [owner for path in group.owners if (owner := resolve_owner(path)) is not None]
+        for owner, name in itertools.product(owners, group.names):
+            if hasattr(owner, name):
                 rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason, group.narrow)
-            if not found:
-                dropped.extend(f"{path}.{name}" for path, _ in owners)
     extra_rules = list(extra_rules)
     for rule in extra_rules:
         for owner, name in namesakes(rule):
             rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)
     for rule in extra_rules:
         rules[id(rule.owner), rule.name] = rule
-    return list(rules.values()), dropped
+    return list(rules.values())
 
 
 def namesakes(rule: CastRule) -> list[tuple[Any, str]]:

@@ -94,7 +94,7 @@ class Policy:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")
 
-    def rules(self, registered: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
+    def rules(self, registered: Iterable[CastRule] = ()) -> list[CastRule]:
         """The rules (`expand`) of the tables, those that the user registered, and the changed rows, which win."""
         banned = BANNED_CHANGES[self.banned]
         groups = [

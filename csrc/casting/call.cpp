@@ -382,9 +382,8 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
     return nullptr;
   }
   static const std::pair<const char*, Kind> kinds[] = {
-      {"LOWER_PRECISION_FP", Kind::Lower}, {"BFLOAT16", Kind::Lower},          {"FP32", Kind::Fp32},
-      {"PROMOTE", Kind::Promote},          {"PROMOTE_SEQUENCE", Kind::Promote}, {"MATCH_FIRST", Kind::MatchFirst},
-      {"REJECT", Kind::Reject},            {"BANNED", Kind::Banned},           {"NATIVE", Kind::Native}};
+      {"LOWER_PRECISION_FP", Kind::Lower}, {"BFLOAT16", Kind::Lower}, {"FP32", Kind::Fp32}, {"PROMOTE", Kind::Promote},
+      {"MATCH_FIRST", Kind::MatchFirst}, {"REJECT", Kind::Reject}, {"BANNED", Kind::Banned}, {"NATIVE", Kind::Native}};
   const auto* kind = std::find_if(
       std::begin(kinds), std::end(kinds), [&](const auto& item) { return std::strcmp(item.first, kind_name) == 0; });
   if (kind == std::end(kinds)) {

@@ -304,6 +304,7 @@ PyObject* store_drop_ended(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Ends a call: its casts that autograd recorded wait for `drop_ended`, others go.
 PyObject* store_end(PyObject* self, PyObject* number) {
   const Lifetime lifetime = PyLong_AsUnsignedLongLong(number);
   Casts& casts = store_of(self)->casts;
@@ -382,7 +383,7 @@ PyTypeObject make_store_type() {
   type.tp_name = "ampkit._casting.CastStore";
   type.tp_basicsize = sizeof(CastStore);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.store.CastStore.";
+  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.cache.CastCaches.";
   type.tp_new = store_new;
   type.tp_dealloc = store_dealloc;
   type.tp_traverse = store_traverse;

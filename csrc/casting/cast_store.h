@@ -1,7 +1,8 @@
-// Casts of weights and of recent activations to one dtype: the C++ twin of ampkit.casting.store.CastStore, which says
-// what the methods mean. Call looks things up in it, and fills it, without going through Python. How long a cast lives is asked
-// in one place, `lifetime_of`: to the end of the outermost call of an initialized model in this thread, to the end of
-// keep_casts, or to the optimizer step. Elsewhere nothing is kept.
+// Casts of weights and of recent activations to one dtype, of which ampkit.casting.cache.CastCaches holds one for each. Call looks
+// things up in it, and fills it, without going through Python. How long a cast lives is asked in one place, `lifetime_of`: to the end
+// of the outermost call of an initialized model in this thread, to the end of keep_casts, or to the optimizer step. Elsewhere
+// nothing is kept. Casts made with grad mode, without it, and in inference mode are kept apart: one that autograd did not record
+// is useless for training, and one that it did would keep a graph alive through an evaluation.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

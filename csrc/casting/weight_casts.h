@@ -11,7 +11,7 @@ bool is_plain_weight(const at::Tensor& weight);
 // Whether the cast means the same to a later call: not where it belongs to a transform that runs now, or to inference mode.
 bool means_the_same(PyObject* cast);
 
-// A new reference to the cast of a plain weight, which is kept where CastCache would keep it; null with an exception.
+// A new reference to the cast of a plain weight, which is kept as long as `lifetime_of` says; null with an exception.
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype);
 
 }  // namespace ampkit

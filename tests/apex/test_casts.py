@@ -183,15 +183,19 @@ def test_packed_sequences_run_in_half(handle, dtype):
     assert x.grad.dtype is dtype
 
 
-def test_the_handle_switches_clears_and_ends(amp, handle):
+@pytest.mark.compiled("wrappers")  # without them nothing is kept
+def test_the_handle_clears_its_cache(amp, handle):
     linear = nn.Linear(H, H)
-    x = torch.randn(B, H)
-    linear(x)
+    linear(torch.randn(B, H))
     assert handle.has_cache and linear.weight in handle.cache
     handle.remove_cache(linear.weight)
     assert linear.weight not in handle.cache and linear.bias in handle.cache
     handle._clear_cache()
     assert handle.cache == {}
+
+
+def test_the_handle_switches_and_ends(amp, handle):
+    linear, x = nn.Linear(H, H), torch.randn(B, H)
     with handle._disable_casts():
         assert not handle.is_active() and linear(x).dtype is FLOAT
     handle._is_active = False

@@ -396,7 +396,7 @@ def test_the_first_api_of_apex(amp, capsys):
     handle._deactivate()
 
 
-def test_the_first_api_without_a_wrapped_optimizer(amp, capsys, caplog):
+def test_the_first_api_without_a_wrapped_optimizer(amp, capsys):
     handle = amp.init()
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -420,7 +420,6 @@ def test_the_first_api_without_a_wrapped_optimizer(amp, capsys, caplog):
     handle._deactivate()
     with handle.scale_loss(torch.ones(1), optimizer) as scaled:
         assert torch.equal(scaled, torch.ones(1))
-    assert "does nothing useful" not in caplog.text  # what is cast to float16 can underflow
 
 
 def test_a_handle_that_has_ended_keeps_no_optimizer(amp):

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ampkit
 from ampkit.optimizers import FusedSGD
 
-pytestmark = pytest.mark.switch
+pytestmark = pytest.mark.compiled("wrappers")  # without them nothing is kept
 
 
-@pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
+@pytest.fixture(params=["C++", "Python"])
 def casting(request):
     """An engine, inside of a call of a model: outside nothing is kept."""
     torch.manual_seed(0)

@@ -713,6 +713,7 @@ def casts_made():
     return ampkit.current_session().casting.caches.of(torch.bfloat16).casts_made
 
 
+@pytest.mark.compiled("wrappers")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_keep_casts_casts_each_weight_once(mode):
     model, x = make_model(), torch.randn(2, 10)
@@ -752,6 +753,7 @@ def test_write_inside_of_keep_casts_is_seen(way):
     assert_as_close_as_autocast(run, "O1")
 
 
+@pytest.mark.compiled("wrappers")
 def test_keep_casts_keeps_those_of_its_models_alone():
     model, beside, x = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), torch.eye(2)
     begin("O1", model)
@@ -764,6 +766,7 @@ def test_keep_casts_keeps_those_of_its_models_alone():
     assert casts_made() == 3
 
 
+@pytest.mark.compiled("wrappers")
 def test_keep_casts_nests_and_ends_with_an_exception():
     first, second, x = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), torch.eye(2)
     begin("O1", [first, second])

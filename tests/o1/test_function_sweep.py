@@ -95,7 +95,7 @@ def sweep(from_layer):
     torch.manual_seed(0)
     calls = [[(owner, name, to(args, torch.float32, only=LOW), kwargs)] for owner, name, args, kwargs in SAMPLES]
     sampled = {(owner, name) for [(owner, name, _, _)] in calls}
-    for rule in Policy().rules()[0]:
+    for rule in Policy().rules():
         if rule.kind in CASTING and rule.owner in NAMES and (rule.owner, rule.name) not in sampled:
             calls.append([(rule.owner, rule.name, args, {}) for args in CANDIDATES])
     rows = []

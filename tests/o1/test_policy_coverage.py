@@ -79,7 +79,7 @@ APEX = {
 
 def rows(policy: str) -> dict[tuple[str, str], CastKind]:
     paths = {owner: path for path, owner in OWNERS.items()}
-    rules, _ = Policy(policy).rules()
+    rules = Policy(policy).rules()
     return {(paths[rule.owner], rule.name): rule.kind for rule in rules if rule.owner in paths}
 
 

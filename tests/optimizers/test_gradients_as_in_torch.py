@@ -631,7 +631,7 @@ def test_a_gradient_that_waits_at_its_scale_is_brought_to_the_next_ones(level):
             model(torch.ones(1, 1)).float().sum() * slope, optimizer, loss_id=loss_id, delay_unscale=delay
         ) as scaled_loss:
             scaled_loss.backward()
-    scales = [ampkit.current_session().scaler(loss_id).loss_scale for loss_id in range(2)]
+    scales = [ampkit.current_session().scaling.scaler(loss_id).loss_scale for loss_id in range(2)]
     assert scales == [2.0**15, 2.0**16] and model.weight.grad.item() == 0.5
 
 
@@ -644,7 +644,7 @@ def test_an_infinity_of_an_earlier_block_moves_no_scale_of_a_later_one(level):
         ) as scaled_loss:
             scaled_loss.backward()
     optimizer.step()
-    scales = [ampkit.current_session().scaler(loss_id).loss_scale for loss_id in range(2)]
+    scales = [ampkit.current_session().scaling.scaler(loss_id).loss_scale for loss_id in range(2)]
     assert scales == [2.0**15, 2.0**16]
     assert next(ampkit.master_params(optimizer)).item() == 0.0
 

@@ -223,7 +223,7 @@ def check_flow():
     """What a reader of an iteration follows does not grow."""
     printed = run("flow.py", "--levels", "O1,O2,O5")
     found = {line[:2]: numbers(line[3:]) for line in printed.splitlines()}
-    for level, most in {"O1": (160, 27, 105), "O2": (222, 29, 128), "O5": (153, 27, 90)}.items():
+    for level, most in {"O1": (150, 26, 93), "O2": (210, 28, 113), "O5": (141, 26, 78)}.items():
         assert all(number <= bound for number, bound in zip(found[level], most, strict=True)), (level, found[level])
 
 

@@ -267,6 +267,7 @@ def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkey
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
     model, optimizer = initialized_on("cpu", lambda p: torch.optim.RMSprop(p, lr=0.01), level)
+    host_copies.arrived = False  # where a flag is on the CPU, the end of the block knows it, and nothing is read
     x, y = batch()
     for count in range(1, 4):
         optimizer.zero_grad()
@@ -310,7 +311,7 @@ def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, devic
 def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     make, cleared_by, level, device, monkeypatch, host_copies
 ):
-    """Not counted is the number that an ordinary optimizer waits for, once in each step that is checked."""
+    """But for the number that an ordinary optimizer waits for, once in each step that is checked; on the CPU it is known."""
     model, optimizer = initialized_on(device, make, level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
@@ -325,7 +326,7 @@ def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
         for _ in range(3):
             iteration(model, optimizer, x, y)
     assert not any(torch.equal(a, b) for a, b in zip(before, float32_values(model)))
-    waits = type(optimizer) is torch.optim.RMSprop and level in ("O1", "O2")
+    waits = device.type != "cpu" and type(optimizer) is torch.optim.RMSprop and level in ("O1", "O2")
     assert len(host_copies.read) - read == (3 if waits else 0)
 
 

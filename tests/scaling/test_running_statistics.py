@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit.iteration import running_statistics
-from ampkit.models.records import walk
 from ampkit.optimizers import FusedSGD
 from ampkit.parallel import convert_syncbn_model
 
@@ -555,7 +554,9 @@ def test_a_norm_that_came_after_initialize(leaves_out):
 def test_layers_are_looked_for_again_when_a_module_has_been_added_somewhere(monkeypatch):
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale="dynamic")
     looked_in = []
-    monkeypatch.setattr(running_statistics, "walk", lambda model: looked_in.append(model) or walk(model))
+    kind = running_statistics._Statistics
+    look_in = kind.look_in
+    monkeypatch.setattr(kind, "look_in", lambda those, model: looked_in.append(model) or look_in(those, model))
     for number in (1, 1, 2, 2, 2, 3):
         if number > len(looked_in) > 0:
             nn.Sequential(nn.Linear(2, 2))

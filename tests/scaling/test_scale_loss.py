@@ -596,15 +596,6 @@ def test_clipping_inside_of_the_block_is_told_once(level, caplog):
     assert "inside the scale_loss block" in record.getMessage() and "after the block" in record.getMessage()
 
 
-@pytest.mark.parametrize("level, said", [("O0", True), ("O1", False), ("O2", False), ("O3", True)])
-def test_loss_scale_that_does_nothing_useful_is_told(level, said, caplog):
-    initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
-    assert ("loss_scale=128 does nothing useful at" in caplog.text) is said
-    caplog.clear()
-    initialize_quietly(nn.Linear(4, 2), sgd, level)
-    assert "does nothing useful" not in caplog.text
-
-
 class Unscalable(torch.Tensor):
     def float(self):
         raise MemoryError("no room for the scaled loss")

@@ -111,7 +111,7 @@ def test_a_process_group_is_among_the_first_words(capsys):
 def test_every_setting_of_initialize_is_among_those_tested():
     told = {name for _, change, _ in CHANGES for name in change} | {"process_group"}
     settings = set(inspect.signature(ampkit.initialize).parameters)
-    assert settings - told == {"models", "optimizers", "enabled", "opt_level", "unknown"}
+    assert settings - told == {"models", "optimizers", "enabled", "opt_level"}
 
 
 def test_all_settings_together_are_at_most_six_lines(capsys):
@@ -170,36 +170,6 @@ def test_of_a_library_that_is_not_required_the_log_has_only_that_it_is_broken(wi
     with pytest.raises(ExtensionError, match=str(error)) if wish == "require" else contextlib.nullcontext():
         assert load_library("it", load) == (None, f"it could not be loaded: {error}")
     assert (str(error) in caplog.text) is (wish == "auto" and type(error) is ImportError)
-
-
-@pytest.mark.parametrize(
-    "level, keyword, nearest",
-    [
-        ("O1", "dtype", "patch_torch_functions_type"),
-        ("O2", "dtype", "cast_model_type"),
-        ("O1", "opt_levl", "opt_level"),
-        ("O1", "level", "opt_level"),
-        ("O1", "loss_scaling", "loss_scale"),
-        ("O2", "keep_batchnorm", "keep_batchnorm_fp32"),
-        ("O2", "keep_fp23", "keep_fp32"),
-        ("O2", "optimizer", "optimizers"),
-    ],
-)
-def test_an_unknown_keyword_is_answered_with_the_nearest_one(level, keyword, nearest):
-    with pytest.raises(TypeError) as caught:
-        initialized_aloud(opt_level=level, **{keyword: torch.float16})
-    assert f"unexpected keyword argument {keyword!r}. Did you mean {nearest}=?" in str(caught.value)
-    assert ampkit.current_session() is None
-
-    assert ampkit.current_session() is None
-
-
-@pytest.mark.parametrize(
-    "keyword, levels", [("bf16", "'O4' or 'O5'"), ("fp16", "'O1' or 'O2'"), ("use_amp", "'O1'"), ("precision", "'O1'")]
-)
-def test_what_other_frameworks_call_mixed_precision_is_answered_with_a_level(keyword, levels):
-    with pytest.raises(TypeError, match=rf"{keyword}'\. Did you mean opt_level={levels}"):
-        initialized_aloud(**{keyword: True})
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

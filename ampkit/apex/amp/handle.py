@@ -13,6 +13,7 @@ from ...casting.engine import Casting
 from ...errors import LossIdError
 from ...iteration.found_inf import FoundInf
 from ...iteration.loss_scale import LossScaler as CoreScaler
+from ...iteration.optimizer_wrapper import drop_casts
 from ...logs import logger
 from ...registry import live_sessions, session_of, wrapper_of
 from ...session import Session
@@ -59,6 +60,8 @@ def scale_loss(
     core, scaler = _scaler(loss_id), _amp_state.loss_scalers[loss_id]
     script_judges = scaler.is_changed_by_the_script and not delay_unscale
     wrappers = [wrapper_of(optimizer) for optimizer in found]
+    if not delay_unscale:
+        drop_casts()  # `init` keeps all of them
     with sessions[0].block(loss, wrappers, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
         yield scaled
     if not delay_unscale:

@@ -47,7 +47,7 @@ def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
 
 def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """The same for the tensors of a sequence."""
-    _register(CastKind.PROMOTE_SEQUENCE, mod, fn)
+    _register(CastKind.PROMOTE, mod, fn)
 
 
 def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:

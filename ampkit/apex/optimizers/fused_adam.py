@@ -14,6 +14,7 @@ from ... import optimizers as _core
 from ...dtypes import LOWER_PRECISION
 from ...logs import logger
 from .. import amp_C
+from .grad_scalers import told_by
 from .layout import StepsInGroups
 from .own_masters import OwnMasters
 from .subclassing import ForSubclasses
@@ -99,7 +100,8 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
                 f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(given)} "
                 "can no longer be passed to it. For mixed precision call initialize(model, optimizer, opt_level='O2')."
             )
-        return super().step(closure, grad_scaler)
+        with told_by(grad_scaler, self):
+            return super().step(closure)
 
 
 def _warn_of_unclipped(optimizer: FusedAdam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

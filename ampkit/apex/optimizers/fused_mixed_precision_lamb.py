@@ -11,6 +11,7 @@ from ...dtypes import LOWER_PRECISION
 from ...optimizers.fused import Batch
 from ...optimizers.scales import Scale, on
 from .fused_lamb import LAMB
+from .grad_scalers import told_by
 from .own_masters import OwnMasters
 
 
@@ -58,7 +59,8 @@ class FusedMixedPrecisionLamb(OwnMasters, LAMB):
 
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
-        return self.step_under(grad_scaler, closure)
+        with told_by(grad_scaler, self):
+            return super().step(closure)
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         one_more = on(batches[0].one_more(), group["step"].device)

@@ -18,7 +18,7 @@ _KINDS = {
     "FP16_FUNCS": CastKind.LOWER_PRECISION_FP,
     "FP32_FUNCS": CastKind.FP32,
     "CASTS": CastKind.PROMOTE,
-    "SEQUENCE_CASTS": CastKind.PROMOTE_SEQUENCE,
+    "SEQUENCE_CASTS": CastKind.PROMOTE,
     "BANNED_FUNCS": CastKind.BANNED,
 }
 
