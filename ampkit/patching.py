@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 _INHERITED = object()
 
@@ -39,6 +43,33 @@ def own_attribute(owner: Any, name: str) -> Any:
     return namespace.get(name, _INHERITED)
 
 
+class Reference(weakref.ref):
+    """A weak reference to a tensor, or to anything. torch may swap the tensor's contents: the object stays the one meant."""
+
+    __slots__ = ()
+
+
+class _ById(WeakIdRef):
+    __slots__ = ()
+
+
+def by_tensor() -> WeakIdKeyDictionary:
+    """A dictionary whose keys are tensors, which it holds by references of that kind."""
+    return WeakIdKeyDictionary(ref_type=_ById)
+
+
+_OURS = Reference, _ById
+
+
+def _others(tensor: Any) -> list[weakref.ref]:
+    """The weak references that are not ours, nor of a store of casts, whose callback is a method."""
+    return [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, _OURS) and not _is_of_store(ref)]
+
+
+def _is_of_store(ref: weakref.ref) -> bool:
+    return type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit.")
+
+
 class Undo(ExitStack):
     """What is to be undone, the latest first: all of it, whatever fails. The first error is raised at the end."""
 
@@ -64,7 +95,7 @@ class Undo(ExitStack):
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Have ``undo(thing)`` called, unless the thing is gone by then."""
-        ref = weakref.ref(thing)
+        ref = Reference(thing)
 
         def run() -> None:
             if (alive := ref()) is not None:
@@ -148,3 +179,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
+
+
+#: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
+#: where it finds no weak reference to them. It does not find ours.
+swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))

@@ -46,7 +46,7 @@ from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
 from .models.records import Dtypes, lower_entries, note_new_modules, record_of, refuse_changed_dtype, sync_weights
 from .models.torch_integration import around_stored_weights, exports, note_weights
-from .patching import Undo
+from .patching import Reference, Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
@@ -181,6 +181,7 @@ class Session:
         for patches, wanted in (
             (getter, plan.casts_calls),
             (torchs_clipping, plan.has_narrow_gradients),
+            (patching.swaps, True),
             (exports, True),
             (calls_of_torch, True),
             (around_stored_weights, plan.stores_weights),
@@ -231,11 +232,12 @@ class Session:
         """Hear of what is called on the models."""
         for model in models:
             if not self.plan.casts_weights or fsdp_modules(model):
-                self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
+                self._left_as[model] = [(Reference(param), param.dtype) for param in model.parameters()]
             watchers[model] = Watcher(
                 self._before_forward,
                 self._before_compiled_forward,
                 self._after_zero_grad,
+                self._before_apply,
                 self.plan.opt_level,
             )
 
@@ -395,6 +397,11 @@ class Session:
             wrapper.hand_gradients()
             if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros
                 wrapper.findings.forget()
+
+    def _before_apply(self) -> None:
+        for wrapper in self.wrappers:  # torch may swap gradients, if nothing refers to them
+            wrapper.findings.look_again()
+            wrapper.gradients.clipping.hold_none()
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))

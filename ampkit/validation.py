@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .casting.tensors import params_of
@@ -372,8 +373,16 @@ def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, 
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
         if is_narrow and (lowers_all or param in trained):
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
+        if plan.casts_weights and (lowers_all or param in trained) and _is_of_wrapper_class(param):
+            raise _unfit(f"Parameter {name!r} is a {type(param).__name__}, which stores its values in its own way")
         if plan.casts_weights and in_lower_precision and not (param.is_floating_point() or param.is_complex()):
             raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {in_lower_precision}")
+
+
+def _is_of_wrapper_class(param: torch.Tensor) -> bool:
+    """Whether other tensors hold the values, as torchao's do. Not a DTensor, nor a fake tensor."""
+    handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
 
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")

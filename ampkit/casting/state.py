@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes import LOWER_PRECISION
+from ..patching import by_tensor
 
 if TYPE_CHECKING:
     from .cache import CastCaches
@@ -61,7 +61,7 @@ class CastingState:
         self.device_types: tuple[str, ...] = ()
         self.installed = False
         #: Weights that models hold in lower precision, and how to make float32 of each; and whether models have narrow results.
-        self.stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.stored = by_tensor()
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
         #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident; and what a

@@ -250,10 +250,26 @@ def _without_casts_of_proxies(engine: Any, trace: Callable) -> Callable:
     @functools.wraps(trace)
     def call(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         on_tensors = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "PythonKeyTracer", ())  # make_fx
-        with nullcontext() if isinstance(tracer, on_tensors) else engine.disabled():
+        if isinstance(tracer, on_tensors):
             return trace(tracer, *args, **kwargs)
+        with engine.disabled():
+            graph = trace(tracer, *args, **kwargs)
+        _read_in_float32(graph, tracer.root, engine.state)
+        return graph
 
     return call
+
+
+def _read_in_float32(graph: torch.fx.Graph, root: Any, state: CastingState) -> None:
+    """Have weights that are stored beside rests be read so: nothing casts what generated code gives to functions of torch."""
+    for node in list(graph.nodes):
+        stored = (
+            None if node.op != "get_attr" else state.stored.get(functools.reduce(getattr, node.target.split("."), root))
+        )
+        if stored is not None and stored.rest is not None:
+            with graph.inserting_after(node):
+                value = graph.call_method("float", (node,))
+            node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
 def _seeing_through(function: Callable, engine: Any) -> Callable:

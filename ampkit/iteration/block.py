@@ -228,6 +228,11 @@ class Block:
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
+        if not (self._is_one or session.is_live):
+            raise ConfigurationError(
+                "The session was closed inside of this scale_loss block, so nothing unscales its gradients: they are multiplied "
+                "by the loss scale. Leave the block before close() or another initialize(), and clear the gradients now."
+            )
         if self.has_python:  # guesses may be let go
             self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)

@@ -411,6 +411,10 @@ class Findings:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
         return self.of_step is not None and self.of_step.overflowed
 
+    def look_again(self) -> None:
+        """Hold no gradient as it was: the next step looks at all of them."""
+        self._judged = self._checked = None
+
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
         self._found = self._judged = self._checked = self._shared = self._gradients.judged = None

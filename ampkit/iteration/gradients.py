@@ -20,7 +20,7 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, forget_gradient, put_gradient
 from ..optimizers.scales import Scale, norm_of, on, ratio
-from ..patching import PatchSet, SharedPatches
+from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
 from .reach import are_still, seen
@@ -129,6 +129,10 @@ class Clipping:
                 )
         return None
 
+    def hold_none(self) -> None:
+        """Hold no gradient as it was: writes since are not noticed."""
+        self._clipped = []
+
     def end_step(self) -> None:
         """A step has used it."""
         self._is_used = True
@@ -180,7 +184,7 @@ class Gradients:
         self._before = State.READY  # the block that is open
         self.holder: Any = None  # this block, and whether it only may come here
         self._is_guess = False
-        self.judged: tuple[Slot, weakref.ref[torch.Tensor]] | None = None  # the first gradient that a block has judged
+        self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
         self.clipping = Clipping()
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -384,7 +388,7 @@ class Gradients:
         self.judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
-                self.judged = slot, weakref.ref(gradient)
+                self.judged = slot, Reference(gradient)
                 return
 
     @property

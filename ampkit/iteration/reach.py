@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
 from ..events import listeners, telling
-from ..patching import shared_patch
+from ..patching import Reference, shared_patch
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -71,7 +70,7 @@ def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], boo
 
 
 def _seen(params: list[torch.Tensor]) -> Any:
-    return [None if one is None else (weakref.ref(one), one._version) for one in (param.grad for param in params)]
+    return [None if one is None else (Reference(one), one._version) for one in (param.grad for param in params)]
 
 
 def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
@@ -94,7 +93,7 @@ open_blocks: list[Any] = []
 
 
 #: Results of functions of which a script has asked for the gradients, ``x.retain_grad()``.
-retained_refs: list[weakref.ref[torch.Tensor]] = []
+retained_refs: list[Reference] = []
 
 
 def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,7 +109,7 @@ def _noting_retained(original: Callable[..., None]) -> Callable[..., None]:
     def retain_grad(tensor: torch.Tensor) -> None:
         original(tensor)
         if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
-            retained_refs.append(weakref.ref(tensor, retained_refs.remove))
+            retained_refs.append(Reference(tensor, retained_refs.remove))
 
     return retain_grad
 

@@ -41,6 +41,7 @@ class Watcher(NamedTuple):
     before_forward: Callable[[nn.Module], None]
     before_compiled_forward: Callable[[nn.Module], None]
     after_zero_grad: Callable[[nn.Module], None]
+    before_apply: Callable[[], None]
     opt_level: str
 
 
@@ -81,6 +82,8 @@ _running = _Running()
 
 def _apply(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> Any:
     cast = list(lower_entries(model))
+    if (watcher := watchers.get(model)) is not None:
+        watcher.before_apply()
     result = own(model, *args, **kwargs)
     for tensor, entry in cast:
         entry.move_rest_beside(tensor)

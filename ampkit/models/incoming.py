@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import kernels
 from ..casting.tensors import cast_state, params_of, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
+from ..patching import by_tensor
 from ..sharding import fsdp_modules
 from . import sharded
 
@@ -28,7 +28,7 @@ class Incoming:
     """The dtypes that parameters and buffers came in, where that was a lower precision."""
 
     def __init__(self) -> None:
-        self._dtypes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
+        self._dtypes = by_tensor()  # of parameters
         # Of each module of these models, by name: modules put other tensors in the places of their buffers.
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers

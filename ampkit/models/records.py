@@ -6,7 +6,6 @@ themselves and not by name. Before a forward what was written to loans and weigh
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,11 +14,12 @@ from torch import nn
 
 from .. import registry
 from ..errors import ConfigurationError
+from ..patching import Reference
 from .copies import RECORD_KEY, hand_out_plain_copies
 from .float32_values import Float32Value, Loans
 
 #: Parameters of a model, and the dtypes that they were left as.
-Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
+Dtypes = list[tuple[Reference, torch.dtype]]
 
 
 @dataclass
@@ -129,8 +129,8 @@ def sync_weights(model: nn.Module) -> bool:
             elif param.dtype is torch.float32 and not whole.was_made_float32:
                 assigned.append((param, entry, lower_precision))
             else:
-                changed.append((weakref.ref(param), lower_precision))
-        changed += [(weakref.ref(param), torch.float32) for param in record.kept if param.dtype is not torch.float32]
+                changed.append((Reference(param), lower_precision))
+        changed += [(Reference(param), torch.float32) for param in record.kept if param.dtype is not torch.float32]
     if changed:
         refuse_changed_dtype(model, changed)
     for param, entry, lower_precision in assigned:

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import swa_utils
 
-from ..patching import PatchSet, SharedPatches, shared_patch
+from ..dtypes import LOWER_PRECISION
+from ..errors import ConfigurationError
+from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
 from .float32_values import Float32Value
 from .records import lower_entries
@@ -34,7 +37,7 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-_Lying = dict[int, list[tuple[weakref.ref[torch.Tensor], Float32Value]]]
+_Lying = dict[int, list[tuple[Reference, Float32Value]]]
 #: By model: its lower-precision tensors and their float32 values, by the address of their storage.
 _weights: weakref.WeakKeyDictionary[nn.Module, _Lying] = weakref.WeakKeyDictionary()
 
@@ -43,13 +46,14 @@ def note_weights(model: nn.Module) -> None:
     """Have the weights of a cast model be found where they lie now."""
     lying: _Lying = {}
     for tensor, entry in lower_entries(model):
-        lying.setdefault(tensor.untyped_storage().data_ptr(), []).append((weakref.ref(tensor), entry))
+        lying.setdefault(tensor.untyped_storage().data_ptr(), []).append((Reference(tensor), entry))
     _weights[model] = lying
 
 
 def _patch(patches: PatchSet) -> None:
     average = swa_utils.AveragedModel
     patches.set(average, "update_parameters", _averaging(average.update_parameters))
+    patches.set(ParametrizationList, "__init__", _parametrizing(ParametrizationList.__init__))
     if not torch.distributed.is_available():
         return
     group = torch.distributed.ProcessGroup
@@ -62,6 +66,22 @@ def _patch(patches: PatchSet) -> None:
 
 #: What sessions with stored weights want patched.
 around_stored_weights = SharedPatches(_patch)
+
+
+def _parametrizing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, modules: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, modules, weight, *args, **kwargs)
+        except ValueError as error:
+            if "dtype" not in str(error) or weight.dtype not in LOWER_PRECISION:
+                raise
+            raise ConfigurationError(
+                f"A parametrization that makes another dtype was registered on a weight that is stored in {weight.dtype}. Register "
+                "it before initialize(), name the layer in keep_fp32=, or use O5, where weights are float32."
+            ) from error
+
+    return init
 
 
 def _clearing_rests(original: Callable) -> Callable:

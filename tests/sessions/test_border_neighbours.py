@@ -1,0 +1,516 @@
+"""Neighbours of the scripts that went wrong at a border of a session: beside each kind, others of the same cause, as rows."""
+
+import concurrent.futures
+
+import pytest
+import torch
+from helpers import initialize_quietly, others_slow
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader, Dataset
+
+import ampkit
+
+CASTING = ["O1", "O2", "O4", "O5"]
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+def fused_adam(params):
+    return ampkit.optimizers.FusedAdam(params, lr=1e-2)
+
+
+def gelus():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+# close() closes
+
+
+class Stubborn(nn.Linear):
+    """A model that cannot be asked for its parts any more once it is ``broken``."""
+
+    broken = False
+
+    def modules(self):
+        if self.broken:
+            raise ValueError("the model is broken")
+        return super().modules()
+
+
+def break_optimizer(model, optimizer):
+    optimizer.param_groups = None
+
+
+def break_model(model, optimizer):
+    model.broken = True
+
+
+def break_state(model, optimizer):
+    optimizer.state = None
+
+
+@pytest.mark.parametrize("level", CASTING)
+@pytest.mark.parametrize("fail", [break_optimizer, break_model, break_state])
+def test_close_leaves_torch_as_it_was_where_an_object_of_the_script_is_broken(fail, level):
+    product, backward = torch.mm, torch.Tensor.backward
+    torch.manual_seed(0)
+    model, optimizer = initialize_quietly(Stubborn(6, 3), adam, level)
+    other, _ = initialize_quietly(nn.Linear(6, 3), sgd, level)
+    with ampkit.scale_loss(model(torch.ones(2, 6)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    fail(model, optimizer)
+    try:
+        ampkit.close()
+    except (TypeError, ValueError, AttributeError) as error:
+        print("raised", error)
+    assert ampkit.current_session() is None
+    assert torch.mm is product and torch.Tensor.backward is backward and not torch.is_autocast_enabled("cpu")
+    assert all(param.dtype is torch.float32 for param in other.parameters())
+    assert torch.equal(other(torch.ones(1, 6)), F.linear(torch.ones(1, 6), other.weight, other.bias))
+    again, _ = initialize_quietly(nn.Linear(6, 3), sgd, level)  # a later session works
+    ampkit.close()
+    assert again.weight.dtype is torch.float32
+
+
+# Other processes
+
+
+class Encoded(Dataset):
+    def __init__(self, model, rows):
+        self.model, self.rows = model, rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.model(self.rows[index : index + 1]).float().sum()
+
+
+def total(model, rows):
+    with torch.no_grad():
+        return model(rows).float().sum().item()
+
+
+def by_forkserver(model, rows):
+    with concurrent.futures.ProcessPoolExecutor(1, torch.multiprocessing.get_context("forkserver")) as pool:
+        return pool.submit(total, model, rows).result(60)
+
+
+def by_pool(model, rows):
+    with torch.multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(total, (model, rows))
+
+
+def by_spawned_loader(model, rows):
+    return sum(
+        DataLoader(Encoded(model, rows), 2, num_workers=1, multiprocessing_context="spawn"), torch.tensor(0.0)
+    ).sum()
+
+
+def by_forked_loader(model, rows):
+    return sum(batch.sum() for batch in DataLoader(Encoded(model, rows), 2, num_workers=2))
+
+
+def _put(rank, model, rows, answers):
+    answers.put(total(model, rows))
+
+
+def by_mp_spawn(model, rows):
+    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(_put, (model, rows, answers), nprocs=1)
+    return answers.get()
+
+
+WAYS = [by_forkserver, by_pool, by_forked_loader, by_spawned_loader, by_mp_spawn]
+
+
+@pytest.mark.parametrize(
+    "way, level",
+    others_slow(
+        (by_pool, "O2"),
+        (by_forked_loader, "O5"),
+        (by_spawned_loader, "O2"),
+        of=[(way, level) for way in WAYS for level in LEVELS],
+    ),
+)
+def test_worker_of_any_kind_computes_the_float32_values_of_the_model(way, level):
+    plain, rows = gelus(), torch.randn(6, 6)
+    want = total(plain, rows)
+    model, _ = initialize_quietly(plain, sgd, level)
+    slack = 0.02 if level == "O3" else 1e-5
+    assert float(way(model, rows)) == pytest.approx(want, rel=slack, abs=slack)
+    assert torch.is_autocast_enabled("cpu") is (level in ("O1", "O4"))
+
+
+# Tracing
+
+
+def by_make_fx(model, x):
+    return make_fx(model)(x)(x)
+
+
+def by_export(model, x):
+    return torch.export.export(model, (x,)).module()(x)
+
+
+def by_feature_extractor(model, x):
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    return extraction.create_feature_extractor(model, ["2"])(x)["2"]
+
+
+def by_a_tracer_of_ones_own(model, x):
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, nn.GELU)
+
+    return torch.fx.GraphModule(model, Leaves().trace(model))(x)
+
+
+def by_jit_trace(model, x):
+    return torch.jit.trace(model, x, check_trace=False)(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", [by_make_fx, by_export, by_feature_extractor, by_a_tracer_of_ones_own, by_jit_trace])
+def test_trace_of_an_initialized_model_computes_as_the_model(way, level):
+    plain, x = gelus(), torch.randn(3, 6)
+    with torch.no_grad():
+        want = plain[:3](x) if way is by_feature_extractor else plain(x)
+        model, _ = initialize_quietly(plain, sgd, level)
+        found = way(model, x.bfloat16() if level == "O3" else x)
+    assert (found.float() - want).norm() < 0.02 * want.norm()
+    assert torch.is_autocast_enabled("cpu") is (level in ("O1", "O4"))
+
+
+class Functional(nn.Module):
+    """Weights that go to functions of torch, which generated code calls beneath every wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.table = nn.Parameter(torch.randn(4, 6) / 2), nn.Embedding(5, 4)
+
+    def forward(self, x):
+        return F.linear(x, self.weight) @ self.table.weight.t() + self.weight.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_trace_of_weights_that_no_layer_holds_computes_and_learns_as_the_model(level):
+    torch.manual_seed(0)
+    plain, x = Functional(), torch.randn(3, 6)
+    want = plain(x)
+    gradients = torch.autograd.grad(want.square().sum(), list(plain.parameters()))
+    model, _ = initialize_quietly(plain, sgd, level)
+    found = torch.fx.symbolic_trace(model)(x.bfloat16() if level == "O3" else x)
+    assert (found.float() - want).norm() < 0.02 * want.norm()
+    found.float().square().sum().backward()
+    assert all((p.grad.float() - grad).norm() < 0.03 * grad.norm() for p, grad in zip(model.parameters(), gradients))
+
+
+# Parameters that are not plain
+
+
+class Coded(torch.Tensor):
+    """A weight that is held as codes, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, codes, step):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, step):
+        self.codes, self.step = codes, step
+
+    def __tensor_flatten__(self):
+        return ["codes"], self.step
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, step, size, stride):
+        return cls(inner["codes"], step)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return cls(args[0].codes, args[0].step)
+        if function is aten._to_copy.default and kwargs.get("dtype", torch.float32) is torch.float32:
+            return cls(args[0].codes, args[0].step)
+        plain = [one.codes.float() * one.step if isinstance(one, cls) else one for one in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def coded(weight):
+    step = weight.detach().abs().max().item() / 127
+    return nn.Parameter(Coded((weight.detach() / step).round().to(torch.int8), step), requires_grad=False)
+
+
+def by_to(model):
+    model.to("cpu", memory_format=torch.contiguous_format)
+
+
+def by_load(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def by_apply(model):
+    model._apply(torch.clone)
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def trained(level, optimizer, model, change=lambda model: None, keeps_gradients=False):
+    """Losses and weights of ten iterations, with changes of the model on the way, in float32 (fp32) or at a level."""
+    torch.manual_seed(7)
+    x = torch.randn(25, 6)
+    optimizer = optimizer([param for param in model.parameters() if param.requires_grad])
+    if level != "fp32":
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for number in range(10):
+        if not keeps_gradients:
+            optimizer.zero_grad()
+        if number in (3, 6):
+            change(model)
+        optimizer.zero_grad()
+        loss = (model(x).float() - x[:, :2].abs()).square().mean()
+        if level == "fp32":
+            loss.backward()
+        else:
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found = torch.cat([torch.tensor(losses), *(p.float().flatten() for p in model.state_dict().values())])
+    ampkit.close()
+    return found
+
+
+def two_layers(dtype=torch.float32):
+    torch.manual_seed(67)
+    return nn.Sequential(nn.Linear(6, 700), nn.ReLU(), nn.Linear(700, 2)).to(dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS[:3] + LEVELS[4:])
+@pytest.mark.parametrize(
+    "change, optimizer, dtype, keeps_gradients",
+    [
+        (by_to, adam, torch.float32, False),
+        (by_to, fused_adam, torch.bfloat16, True),
+        (by_load, adam, torch.bfloat16, False),
+        (by_load, fused_adam, torch.float32, True),
+        (by_apply, adam, torch.float32, True),
+    ],
+)
+def test_torch_swaps_parameters_of_a_session(change, optimizer, dtype, keeps_gradients, level, swapping):
+    exact = trained("fp32", optimizer, two_layers(dtype).float(), change, keeps_gradients)
+    found = trained(level, optimizer, two_layers(dtype), change, keeps_gradients)
+    assert (found - exact).norm() < (1e-5 if level == "O0" and dtype is torch.float32 else 0.02) * exact.norm()
+
+
+@pytest.mark.parametrize("level", ["O0", *CASTING])
+def test_frozen_weight_of_a_wrapper_class_moves_with_its_model(level):
+    """torch swaps these without a flag."""
+
+    def model():
+        net = two_layers()
+        net[0].weight = coded(net[0].weight)
+        return net
+
+    exact, found = trained("fp32", adam, net := model(), by_to), trained(level, adam, model(), by_to)
+    assert type(net[0].weight) is Coded
+    assert (found - exact).norm() < (1e-5 if level == "O0" else 0.02) * exact.norm()
+    ampkit.close()
+
+
+def test_script_that_refers_to_a_parameter_weakly_is_told_by_torch_as_ever(swapping):
+    import weakref
+
+    model, _ = initialize_quietly(nn.Linear(2, 2), sgd, "O1")
+    own = weakref.ref(model.weight)
+    with pytest.raises(RuntimeError, match="swap"):
+        model.to("cpu", memory_format=torch.contiguous_format)
+    assert own() is model.weight
+
+
+@pytest.mark.parametrize("level, trains", [("O3", False), ("O2", True), ("O3", True)])
+def test_weight_of_a_wrapper_class_that_a_level_would_store_is_refused(level, trains):
+    model = two_layers()
+    model[0].weight = coded(model[0].weight).requires_grad_(trains)
+    with pytest.raises(ampkit.ConfigurationError, match=r"'0.weight' is a Coded.*Leave it out of the optimizer"):
+        initialize_quietly(model, lambda params: sgd([p for p in params if p.requires_grad]), level)
+    assert type(model[0].weight) is Coded and ampkit.current_session() is None
+
+
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(14, 2)), nn.Parameter(torch.randn(2, 8) / 4)
+
+    def forward(self, weight):
+        return weight + self.up @ self.down
+
+
+class Masked(nn.Module):
+    def forward(self, weight):
+        return weight * torch.ones(14, 8).tril()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight.float() / 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("make", [LowRank, Masked, Doubled])
+def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_with_a_remedy(make, level):
+    model, _ = initialize_quietly(nn.Sequential(nn.Linear(8, 14), nn.Linear(14, 2)), sgd, level)
+    with pytest.raises(ampkit.ConfigurationError, match="keep_fp32=") as caught:
+        parametrize.register_parametrization(model[0], "weight", make())
+    assert isinstance(caught.value.__cause__, ValueError)
+    model[0](torch.ones(1, 8, dtype=torch.bfloat16))
+    ampkit.close()
+    with pytest.raises(ValueError, match="dtype"):  # torch's own words again
+        parametrize.register_parametrization(nn.Linear(8, 14).bfloat16(), "weight", LowRank())
+
+
+# Words of errors
+
+
+MASKS = {
+    "masked_fill": lambda scores: scores.masked_fill(scores > 0, -1e9),
+    "masked_fill_": lambda scores: scores.clone().masked_fill_(scores > 0, -1e10),
+    "where": lambda scores: torch.where(scores > 0, scores, torch.tensor(-1e9)),
+    "fill_": lambda scores: scores.clone().fill_(1e5),
+    "index_fill": lambda scores: scores.index_fill(0, torch.tensor([0]), 1e6),
+    "full_like": lambda scores: torch.full_like(scores, 1e5),
+    "clamp": lambda scores: scores.clamp(min=-1e9),
+    "pad": lambda scores: F.pad(scores, (1, 1), value=-1e9),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", MASKS)
+def test_number_that_float16_does_not_have_is_right_or_spoken_of(name, level):
+    class Scores(nn.Linear):
+        def forward(self, x):
+            return MASKS[name](super().forward(x))
+
+    torch.manual_seed(0)
+    net, x = Scores(6, 6), torch.randn(6, 6)
+    want = net(x)
+    key = "patch_torch_functions_type" if level == "O1" else "cast_model_type"
+    model, _ = ampkit.initialize(net, sgd(net.parameters()), opt_level=level, verbosity=0, **{key: torch.float16})
+    try:
+        found = model(x).float()
+    except RuntimeError as error:
+        assert "65504" in "".join(error.__notes__) and "two dtypes" not in "".join(error.__notes__)
+    else:
+        usual = want.abs() < 60000
+        assert torch.allclose(found[usual], want[usual], atol=1e-2)
+        assert (found[~usual].sign() == want[~usual].sign()).all() and (found[~usual].abs() > 6e4).all()
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_step_in_a_block_at_scale_one_is_told_what_is_true(level):
+    model, optimizer = initialize_quietly(gelus(), sgd, level)
+    try:
+        with ampkit.scale_loss(model(torch.randn(3, 6)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+            optimizer.step()
+    except ampkit.AmpkitError as error:
+        assert "still scaled" not in str(error)
+
+
+# Batched backward passes
+
+
+def by_jacobian(model, out, params):
+    return torch.autograd.functional.jacobian(lambda x: model(x).float().sum(0), torch.ones(4, 6), vectorize=True)
+
+
+def by_batched_gradients(model, out, params):
+    return torch.autograd.grad(out.flatten(), params, torch.eye(out.numel()), is_grads_batched=True)
+
+
+def by_jacrev(model, out, params):
+    return torch.func.jacrev(lambda x: model(x).float().sum(0))(torch.ones(4, 6))
+
+
+NORMS = [nn.BatchNorm1d, lambda width: nn.GroupNorm(2, width), nn.LayerNorm]
+
+
+@pytest.mark.parametrize("level", CASTING)
+@pytest.mark.parametrize("norm", NORMS, ids=["batch", "group", "layer"])
+@pytest.mark.parametrize("way", [by_jacobian, by_batched_gradients, by_jacrev])
+def test_batched_backward_pass_through_a_norm_is_right_or_told_with_keep_fp32(way, norm, level):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(6, 6), norm(6), nn.Tanh(), nn.Linear(6, 3)).eval(), torch.randn(4, 6)
+    want = way(net, net(x), list(net.parameters()))
+    model, _ = initialize_quietly(net, sgd, level)
+    try:
+        found = way(model, model(x).float(), list(model.parameters()))
+    except ampkit.ConfigurationError as error:
+        assert "keep_fp32" in str(error)
+    else:
+        want, found = (
+            torch.cat([one.float().flatten() for one in (v if isinstance(v, tuple) else [v])]) for v in (want, found)
+        )
+        assert (found - want).norm() < 0.03 * want.norm()
+
+
+# The end of a session inside of a block
+
+ENDS = {
+    "close()": lambda model, optimizer: ampkit.close(),
+    "session.close()": lambda model, optimizer: ampkit.current_session().close(),
+    "initialize() again": lambda model, optimizer: ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0),
+}
+
+
+@pytest.mark.parametrize("level", CASTING)
+@pytest.mark.parametrize("before_backward", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, before_backward, level):
+    model, optimizer = initialize_quietly(gelus(), sgd, level)
+    block = ampkit.scale_loss(model(torch.ones(3, 6)).float().square().sum(), optimizer)
+    scaled = block.__enter__()
+    if not before_backward:
+        scaled.backward()
+    ENDS[end](model, optimizer)
+    if before_backward:
+        scaled.backward()
+    if level in ("O1", "O2"):
+        with pytest.raises(ampkit.ConfigurationError, match="closed inside of this scale_loss block"):
+            block.__exit__(None, None, None)
+    else:
+        block.__exit__(None, None, None)
+        exact = gelus()
+        exact(torch.ones(3, 6)).square().sum().backward()
+        for param, own in zip(model.parameters(), exact.parameters()):
+            assert (param.grad.float() - own.grad).norm() < 0.03 * own.grad.norm() + 1e-4
+    ampkit.close()
+    optimizer.zero_grad()
+    model(torch.ones(3, 6)).square().sum().backward()
+    twin = gelus()
+    twin.load_state_dict(model.state_dict())
+    twin(torch.ones(3, 6)).square().sum().backward()
+    assert all(torch.equal(param.grad, own.grad) for param, own in zip(model.parameters(), twin.parameters()))
