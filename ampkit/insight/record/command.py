@@ -14,8 +14,8 @@ from typing import Any
 from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
+from .record import Record
 from .recorder import Iterations, recorded
-from .text import Record
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"
 

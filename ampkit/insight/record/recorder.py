@@ -33,7 +33,7 @@ from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
 from .groups import Group, Precision, rows_of
 from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
-from .text import Record
+from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = frozenset(

@@ -1,13 +1,10 @@
-"""`Record`: what `recording` gives, as text that fits 100 columns and as JSON."""
+"""A record as text that fits 100 columns."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import textwrap
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,33 +17,12 @@ _MOST_ROWS = 25
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
-@dataclass
-class Record(Rows):
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json` or `to_html`.
-
-    ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
-    weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
-    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), and ``notes`` what
-    is to be known of the figures.
-    """
-
-    def to_json(self, path: str | Path) -> None:
-        """Write all rows as JSON: the fields, files without their folders, and dtypes as ``"bfloat16"``."""
-        fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
-        Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
-
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that needs no network: the source with dtypes and shares of time, and what to change. It takes jinja2."""
-        from .page import render
-
-        Path(path).write_text(render(self), encoding="utf-8")
-
-    def __str__(self) -> str:
-        """Overview, lines by time, and advice."""
-        if not self.calls:
-            return "nothing recorded: the block has not ended, or ran no function of torch"
-        parts = [_overview(self), _calls(self), _advice(self)]
-        return "\n\n".join("\n".join(part) for part in parts if part)
+def in_words(record: Rows) -> str:
+    """Overview, lines by time, and advice."""
+    if not record.calls:
+        return "nothing recorded: the block has not ended, or ran no function of torch"
+    parts = [_overview(record), _calls(record), _advice(record)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _overview(record: Rows) -> list[str]:
