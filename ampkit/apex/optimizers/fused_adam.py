@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ... import optimizers as _core
 from ...dtypes import LOWER_PRECISION
 from ...logs import logger
@@ -22,8 +24,7 @@ _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
 class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     __doc__ = f"""{_core.FusedAdam.__doc__}
-    ``args`` are those of `ampkit.optimizers.FusedAdam`, then ``master_weights``, which updates float32 copies of lower-precision
-    parameters; RuntimeError without ``capturable``.
+    ``master_weights=True`` updates float32 copies of lower-precision parameters; RuntimeError without ``capturable``.
     ``max_grad_norm`` is what `FP16_Optimizer` clips each parameter group to; without that wrapper nothing is clipped, which the
     first step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
@@ -38,8 +39,17 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     def __init__(
         self,
         params: Any,
-        *args: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
+        *,
         max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,
@@ -50,13 +60,12 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
             raise RuntimeError(
                 "FusedAdam: eps_inside_sqrt=True is not provided. Leave it out; eps is then added to the root, as in torch.optim."
             )
-        if len(args) > 9:  # after capturable
-            *args, master_weights = args
-        super().__init__(params, *args, **{"rests": False, **settings})
-        if master_weights and not self.capturable:
+        if master_weights and not capturable:
             raise RuntimeError(
                 "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
             )
+        first = (lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable)
+        super().__init__(params, *first, **{"rests": False, **settings})
         self.master_weights = master_weights
         if master_weights:
             self.takes_step_inputs = False  # it writes the parameters itself
