@@ -151,17 +151,6 @@ def check_bench_running_statistics():
         assert 1 <= numbers(row)[-1] <= 8  # not one operation for each buffer
 
 
-def check_convergence():
-    printed = run("convergence.py", "--seeds", "1", "--steps", "3")
-    assert "O0: 3 losses equal plain torch's bit for bit" in printed
-    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
-        assert f"{level}: losses 4 to 6 after save and load are equal bit for bit" in printed
-    for level in ("O1", "O2", "autocast"):
-        (line,) = (line for line in printed.splitlines() if line.startswith(f"| 0 | {level} |"))
-        assert numbers(line.removeprefix(f"| 0 | {level} |"))[0] < 1.0  # percent that the first losses are from O0's
-    assert printed.endswith("Nothing differs; bounds are for 110 steps.\n")
-
-
 def check_beside():
     printed = run("beside.py", ".", "--rounds", "2", "--only", "mlp", "--only", "policy network")
     assert len(printed.splitlines()) == 8
@@ -238,7 +227,6 @@ RUNS = {
     "bench_recording.py": check_bench_recording,
     "bench_on_step.py": check_bench_on_step,
     "bench_running_statistics.py": check_bench_running_statistics,
-    "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,
     "peak_memory.py": check_peak_memory,
     "rivals.py": check_rivals,
