@@ -41,10 +41,10 @@ def unwrapped(optimizer: Any) -> Any:
 def wrapper_of(optimizer: Any) -> Any:
     """The wrapper that a live session has put on this optimizer, or on the one inside of it, if any."""
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
-    if wrapper is None:
-        inner = unwrapped(optimizer)
-        return None if inner is optimizer else wrapper_of(inner)
-    return wrapper if wrapper.optimizer() is optimizer else None  # copies share everything
+    if wrapper is not None and wrapper.optimizer() is optimizer:
+        return wrapper
+    inner = unwrapped(optimizer)  # Lightning's has a copy of its attributes; other copies share everything, too
+    return None if inner is optimizer else wrapper_of(inner)
 
 
 def wrappers() -> list[Any]:

@@ -137,8 +137,8 @@ class CastingState:
         return _traced_regions(self.device_types, enabled, dtype, narrow)
 
     def switch_back_on(self, device_types: Sequence[str]) -> None:
-        """Undo a mere switching off, unless the engine was closed since."""
-        if self.closed:
+        """Undo a mere switching off, unless the engine was closed since: a region of the script's own goes on all the same."""
+        if self.closed and number_of_regions() == 0:
             return self.leave()
         for one in device_types:
             torch.set_autocast_enabled(one, True)

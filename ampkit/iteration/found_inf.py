@@ -339,10 +339,11 @@ class Findings:
     def add(self, found: FoundInf | None) -> None:
         """A block has made gradients, and found this in them; None where it does not check them."""
         self._checked = self._shared = None
-        if found is not None and found not in self.new:
+        if found is not None:
             before = self._found if self.new else None  # a step has gone by that of no new block
-            self.new.append(found)
-            self._found = found if before is None else FoundInf.any_of([before, found])
+            if found not in self.new:  # else of a block with a delayed check too, which this one ends
+                self.new.append(found)
+            self._found = found if before in (None, found) else FoundInf.any_of([before, found])
             self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 

@@ -261,10 +261,12 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
     made_by: dict[Any, list[int]] = {}
     for x in tensors:
         made_by.setdefault(x.grad_fn, []).append(id(x))
+    narrow = {id(x) for x in tensors if x.dtype is not dtype}
     waiting = list(made_by) if len(made_by) > 1 else []
     seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    for node in waiting:  # breadth first: a loss is near the logits, and the rest of a large graph need not be seen
+        if narrow <= stay:
+            break
         for before, _ in () if node is None else node.next_functions:
             stay.update(made_by.get(before, ()))
             if before not in seen:

@@ -655,3 +655,28 @@ def test_a_dtype_that_a_call_names_is_the_dtype_of_its_result(level):
     ampkit.initialize(model, opt_level=level, verbosity=0)
     model(torch.rand(2, 4))
     assert model.seen == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_a_loss_beside_what_it_was_made_of_does_not_have_the_whole_graph_walked(monkeypatch):
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            logits = Deep.apply(super().forward(x)).relu().relu().relu().relu().relu().relu().relu().relu()
+            return logits.float().square().mean(), logits
+
+    walked = []
+    monkeypatch.setattr(
+        Deep._backward_cls, "next_functions", property(lambda node: walked.append(node) or ()), raising=False
+    )
+    model = ampkit.initialize(Net(4, 4), opt_level="O2", verbosity=0)
+    loss, logits = model(torch.ones(2, 4))
+    assert (loss.dtype, logits.dtype) == (F32, BF16)
+    assert not walked

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import STORED_BF16
+from helpers import STORED_BF16, at
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -481,3 +481,18 @@ def test_at_scale_1_optimizers_named_together_skip_together(level, make, bad, or
             if clears:
                 optimizers[index].zero_grad()
         assert [value(model) < was for model, was in zip(models, before)] == [not is_bad] * 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("blocks_before", [0, 1, 2])
+def test_what_a_block_finds_for_a_delayed_check_skips_whatever_blocks_came_before(level, blocks_before):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = ampkit.initialize(model, optimizer, **at(level, loss_scale=1024.0), verbosity=0)
+    for factor, delayed in (*[(1.0, False)] * blocks_before, (1.0, True), (BAD, False)):
+        with ampkit.scale_loss(model(X).sum() * factor, optimizer, delay_overflow_check=delayed) as scaled_loss:
+            scaled_loss.backward()
+    for param in model.parameters():
+        param.grad.nan_to_num_()
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)

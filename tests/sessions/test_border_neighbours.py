@@ -514,3 +514,33 @@ def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, befo
     twin.load_state_dict(model.state_dict())
     twin(torch.ones(3, 6)).square().sum().backward()
     assert all(torch.equal(param.grad, own.grad) for param, own in zip(model.parameters(), twin.parameters()))
+
+
+def test_a_region_of_another_thread_goes_on_after_a_backward_pass_in_which_the_session_closes():
+    model = nn.Linear(4, 4)
+    ampkit.initialize(model, sgd(model.parameters()), opt_level="O1", verbosity=0)
+
+    def region_around():
+        x = torch.ones(2, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x * 2
+            y.register_hook(lambda _: ampkit.close())
+            y.sum().backward()
+            return torch.is_autocast_enabled("cpu")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        assert threads.submit(region_around).result()
+
+
+def test_the_optimizer_of_lightning_is_known_though_it_has_a_copy_of_the_attributes():
+    class LightningOptimizer:  # as in lightning.pytorch.core.optimizer
+        def __init__(self, optimizer):
+            self.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
+            self._optimizer = optimizer
+
+    LightningOptimizer.__module__ = "lightning.pytorch.core.optimizer"
+    model = nn.Linear(4, 4)
+    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), opt_level="O1", loss_scale=8.0, verbosity=0)
+    with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), LightningOptimizer(optimizer)) as scaled_loss:
+        scaled_loss.backward()
+    assert model.bias.grad.tolist() == [2.0] * 4
