@@ -32,18 +32,20 @@ class CastCaches:
     def __init__(self, make_store: Any | None) -> None:
         self._make_store = make_store
         self._by_dtype: dict[torch.dtype, Any] = {}
-        self._bypasses: list[None] = []  # one for each reason: appending is atomic, counting is not
+        self._bypasses = 0
         self._keeps_all = False
         self._kept = _Kept()
+        self.renew_lock()
 
     def of(self, dtype: torch.dtype) -> Any | None:
         """The store of tensors cast to ``dtype``, if there are any."""
         store = self._by_dtype.get(dtype)
         if store is None and self._make_store is not None:
-            store = self._by_dtype.setdefault(dtype, self._make_store())
-            if torch.cuda.is_available():
-                store.capturing = torch.cuda.is_current_stream_capturing
-            self._tell_stores()
+            with self._lock:
+                store = self._by_dtype.setdefault(dtype, self._make_store())
+                if torch.cuda.is_available():
+                    store.capturing = torch.cuda.is_current_stream_capturing
+                self._tell_stores()
         return store
 
     def caster(self, dtype: torch.dtype) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
@@ -65,7 +67,7 @@ class CastCaches:
 
     def _tell_stores(self) -> None:
         for store in self._stores():
-            store.bypassed, store.keeps_all = bool(self._bypasses), self._keeps_all
+            store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
 
     def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
         """A call of an initialized model or of a method of it, in a region: casts of weights live to the end of the outermost."""
@@ -123,10 +125,11 @@ class CastCaches:
         for store in self._stores():
             store.forget(tensor)
 
-    def bypass(self) -> None:
-        """Have weights be cast at every use from now on."""
-        self._bypasses.append(None)
-        self._tell_stores()
+    def bypass(self, more: int = 1) -> None:
+        """Have weights be cast at every use from now on, or with -1 take that back."""
+        with self._lock:
+            self._bypasses += more
+            self._tell_stores()
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -135,8 +138,11 @@ class CastCaches:
         try:
             yield
         finally:
-            self._bypasses.pop()
-            self._tell_stores()
+            self.bypass(-1)
+
+    def renew_lock(self) -> None:
+        """For a forked child too: a thread of the parent may have held the lock."""
+        self._lock = threading.RLock()  # reentrant: garbage that is collected under it may come here again
 
     def _stores(self) -> list[Any]:
         return list(self._by_dtype.values())  # a copy: another thread may need one more meanwhile

@@ -296,6 +296,7 @@ class Casting:
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
+        self.caches.renew_lock()
         self._end()
         switch_off_left_on()
         for one in self.state.device_types:  # in the midst of a forward, too

@@ -396,9 +396,12 @@ class LossScaling:
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.settle(finishes=False)
-        if wrapper.gradients.state is not State.WAITING:
-            return None
         found = None if scaler.is_one else new_finding([wrapper], scaler)
+        if wrapper.gradients.state is not State.WAITING:
+            if found is None or wrapper.gradients.has_fresh or not wrapper.gradients.process_groups:
+                return None
+            found.agree(wrapper.gradients.process_groups)  # this process has no gradients, others may
+            return found
         scale, outside = wrapper.gradients.scale, self._outside_waiting()
         for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
             gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
