@@ -178,7 +178,7 @@ class Observer(logging.Handler, Listener):
     def step_begins(self, optimizer: Any) -> None:
         self._end_if_enough()
         with _unseen():
-            self.standstill.step_begins(optimizer)
+            self.standstill.step_begins(optimizer, self.models)
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..api import step_was_skipped
 from ..dtypes import LOWER_PRECISION
+from ..sharding import is_sharded, local
 from .sites import Site, look
-from .updates import SAMPLE, Weights
+from .updates import SAMPLE, Weights, some
 from .words import short
 
 _MANY_LOST = 0.5
@@ -29,6 +30,8 @@ class Standstill:
         self._steps: Counter[Tensor] = Counter()
         self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
         self._had_gradient: set[Tensor] = set()
+        self._ever_had: set[Tensor] = set()
+        self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
@@ -39,10 +42,15 @@ class Standstill:
 
     def backward_ends(self, params: Iterable[Tensor]) -> None:
         self._had_gradient = {param for param in params if param.grad is not None}
+        self._ever_had |= self._had_gradient
         self._backward = str(look()[0])
 
-    def step_begins(self, optimizer: Any) -> None:
+    def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
+        for param in (param for model in models for param in model.parameters()):
+            # A class of a library's own, as of quantised weights, may have no elements to look at.
+            if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
+                self._first[param] = _seen(param).clone()
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self._steps[param] += 1
@@ -80,26 +88,43 @@ class Standstill:
                 found[one.param] = lost + int(counts[one.name][0]), total + int(counts[one.name][1])
 
     def reasons(self, models: Sequence[nn.Module]) -> Iterator[str]:
-        """In words, with names and the cure."""
+        """In words, with names and the cure.
+
+        What moves is none of it, whoever moves it: a script that steps over copies, or averages a teacher. Nor is a model that
+        no optimizer has a part of and no gradient reaches, as one that makes targets.
+        """
         names = _names_in(models)
         if self._steps:
-            held = {param for param in names if param.requires_grad} - set(self._steps)
+            own = [
+                param
+                for model in models
+                if any(param in self._steps or param in self._ever_had for param in model.parameters())
+                for param in model.parameters()
+                if param not in self._steps and not self._has_moved(param)
+            ]
+            held = {param for param in own if param.requires_grad}
             yield from _with_names(
                 "no optimizer that stepped holds them: make it over model.parameters(), last", held, names
             )
-            frozen = [param for param in names if not param.requires_grad and param not in self._steps]
+            frozen = {param for param in own if not param.requires_grad}
             yield from _with_names("requires_grad is False; requires_grad_(True) trains them", frozen, names)
         for why, counts in self._why.items():
             always = [param for param, count in counts.items() if count == self._steps[param]]
             if why == "no gradient":
-                cuts = "; ".join(list(self.cuts)[:3]) or "the loss does not use them"
-                why = f"no gradient reaches them: {cuts}"
+                always = [param for param in always if not self._has_moved(param)]
+                why = "no gradient reaches them: the loss does not use them"
+                if self.cuts:
+                    why += f", or a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"
             yield from _with_names(why, always, names)
         for (_, dtype), counts in self.lost.items():
             if dtype not in LOWER_PRECISION:
                 many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
                 why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
                 yield from _with_names(why, many, names)
+
+    def _has_moved(self, param: Tensor) -> bool:
+        first = self._first.get(param)
+        return first is not None and not torch.equal(first, _seen(param).to(first.dtype))
 
     def lost_in_lower_precision(self, models: Sequence[nn.Module]) -> Iterator[str]:
         names = _names_in(models)
@@ -115,12 +140,17 @@ class Standstill:
 
 
 def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    several = len(models) > 1
-    return {
-        param: f"{type(model).__name__}.{name}" if several else name
-        for model in models
-        for name, param in model.named_parameters()
-    }
+    kinds = Counter(type(model).__name__ for model in models)
+    found: dict[Tensor, str] = {}
+    for number, model in enumerate(models):
+        kind = type(model).__name__
+        of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
+        found |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
+    return found
+
+
+def _seen(param: Tensor) -> Tensor:
+    return some(local(param.detach()), SAMPLE)
 
 
 def _with_names(why: str, params: Iterable[Tensor], names: dict[Tensor, str]) -> Iterator[str]:

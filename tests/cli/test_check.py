@@ -211,3 +211,79 @@ def test_exceptions_and_exit_codes_are_the_scripts(check, capsys):
     assert code == 0 and row(lines, "mistake") == "none seen"
     assert main(["check", "nowhere.py"]) == 2 and "nowhere.py" in capsys.readouterr().err
     assert main(["check", "--iterations", "0", "nowhere.py"]) == 2 and "at least 1" in capsys.readouterr().err
+
+
+TWO_LAYERS = """
+import copy
+torch.manual_seed(0)
+net, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(9, 6)
+def loss_of(): return (net(x).float() - 1).square().mean()
+"""
+
+TRAINS = {
+    "float32 copies of its own": """
+net.bfloat16()
+x = x.bfloat16()
+copies = [param.detach().float().requires_grad_() for param in net.parameters()]
+optimizer = torch.optim.SGD(copies, lr=0.1)
+for _ in range(9):
+    net.zero_grad()
+    loss_of().backward()
+    for own, param in zip(copies, net.parameters()):
+        own.grad = param.grad.float()
+    optimizer.step()
+    with torch.no_grad():
+        for own, param in zip(copies, net.parameters()):
+            param.copy_(own)
+""",
+    "a teacher that is averaged": """
+teacher = copy.deepcopy(net)
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(9):
+    with torch.no_grad():
+        target = teacher(x)
+    optimizer.zero_grad()
+    (loss_of() + (net(x) - target).square().mean()).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for own, param in zip(teacher.parameters(), net.parameters()):
+            own.lerp_(param, 0.1)
+""",
+    "a model that makes targets and stays": """
+target_of = copy.deepcopy(net)
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(9):
+    optimizer.zero_grad()
+    (net(x) - target_of(x).detach() - 1).square().mean().backward()
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("script", TRAINS)
+def test_weights_that_move_or_are_not_to_are_not_said_to_stand_still(check, script):
+    code, lines = check(TWO_LAYERS + TRAINS[script])
+    assert code == 0 and not [line for line in lines if line.startswith("not trained")]
+
+
+def test_copies_that_are_not_written_back_are_told(check):
+    stays = TRAINS["float32 copies of its own"].replace("param.copy_(own)", "pass")
+    _, lines = check(TWO_LAYERS + stays)
+    assert "no optimizer that stepped holds them" in row(lines, "not trained")
+
+
+def test_two_models_of_one_class_are_told_apart_and_an_unused_layer_is_not_blamed_on_a_line_alone(check):
+    script = """
+other, unused = copy.deepcopy(net), nn.Linear(2, 2)
+other.append(unused)
+optimizer = torch.optim.Adam([*net.parameters(), *other.parameters()])
+for _ in range(9):
+    optimizer.zero_grad()
+    loss = loss_of() + other[2](other[0](x)).square().mean() + 0 * other(x).detach().sum()
+    loss.backward()
+    optimizer.step()
+"""
+    _, lines = check(TWO_LAYERS + script)
+    found = row(lines, "not trained")
+    assert "model 1: 3.bias, model 1: 3.weight" in found
+    assert "the loss does not use them, or a line takes the graph away: detach() at script.py" in found
