@@ -135,6 +135,27 @@ def touched_cases():
     ]
 
 
+def a_rank_without_gradients(rank):
+    """Two iterations with ``ampkit.GradScaler``; in the first rank 0 overflows and rank 1 has no gradients: skips and scales."""
+    model = net_with_norm()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ampkit.initialize(
+        model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD
+    )
+    scaler, found = ampkit.GradScaler("cpu"), []
+    for step in range(2):
+        optimizer.zero_grad()
+        if (step, rank) != (0, 1):
+            factor = math.inf if step == 0 else 1.0
+            scaler.scale(model(data(step)[0][rank]).float().square().mean() * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((ampkit.step_was_skipped(optimizer), scaler.get_scale()))
+    ampkit.close()
+    return found
+
+
 def judged_again():
     rank = dist.get_rank()
     ALONE[:] = [dist.new_group([one]) for one in range(2)]
@@ -151,6 +172,7 @@ def work(rank):
     return {
         **judged_again(),
         "cases": {str(case): train(rank, case) for case in CASES},
+        "without gradients": a_rank_without_gradients(rank),
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
     }
 
@@ -181,6 +203,11 @@ def test_overflow_on_one_rank_skips_on_both(results, case):
         for values in (one["weights"], twin.state_dict())
     )
     assert (found - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_rank_without_gradients_follows_the_scale_of_the_others(results):
+    assert [rank["without gradients"] for rank in results] == [[(True, 2.0**15), (False, 2.0**15)]] * 2
 
 
 @pytest.mark.slow
