@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..labels import labelled
+
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -52,7 +54,7 @@ class CastCaches:
         """A function of a weight and what casts it to ``dtype``: the kept cast, or a new one, which is kept where that is safe."""
         store = self.of(dtype)
         if store is None:
-            return lambda weight, convert: convert(weight)
+            return labelled("cast weights")(lambda weight, convert: convert(weight))
 
         def cast(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
             # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
