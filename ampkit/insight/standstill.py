@@ -24,9 +24,8 @@ class Standstill:
 
     def __init__(self) -> None:
         self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
-        self.lost: dict[
-            tuple[str, torch.dtype], dict[Tensor, tuple[int, int]]
-        ] = {}  # and all updates, by class and dtype
+        #: Updates that were lost, and all of them, of each parameter, by the optimizer's class and the dtype.
+        self.lost: dict[tuple[str, torch.dtype], dict[Tensor, tuple[int, int]]] = {}
         self._steps: Counter[Tensor] = Counter()
         self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
         self._had_gradient: set[Tensor] = set()

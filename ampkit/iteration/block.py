@@ -396,17 +396,18 @@ class LossScaling:
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.settle(finishes=False)
+        gradients_wait, groups = wrapper.gradients.state is State.WAITING, wrapper.gradients.process_groups
+        if not gradients_wait and (scaler.is_one or wrapper.gradients.has_fresh or not groups):
+            return None
         found = None if scaler.is_one else new_finding([wrapper], scaler)
-        if wrapper.gradients.state is not State.WAITING:
-            if found is None or wrapper.gradients.has_fresh or not wrapper.gradients.process_groups:
-                return None
-            found.agree(wrapper.gradients.process_groups)  # this process has no gradients, others may
+        if not gradients_wait:  # this process has none, others may
+            found.agree(groups)
             return found
         scale, outside = wrapper.gradients.scale, self._outside_waiting()
         for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
             gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
-            found.agree(wrapper.gradients.process_groups)
+            found.agree(groups)
             if outside is not None and not found.is_clean:
                 outside.zero_where(found.flag)
         self.forget_outside()
