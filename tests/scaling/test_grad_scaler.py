@@ -8,8 +8,13 @@ from torch import nn
 import ampkit
 
 
+#: A session ends with its models, at whatever garbage collection.
+ALIVE = []
+
+
 def at_o1(**settings):
-    return initialize_quietly(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), "O1", **settings)
+    ALIVE[:] = initialize_quietly(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), "O1", **settings)
+    return ALIVE
 
 
 def grad_scaler(**settings):

@@ -46,7 +46,7 @@ def hooks(action):
     hidden.sum().backward()
 
 
-def recomputation(action):
+def recomputation(action, use_reentrant=False):
     def square(x):
         runs.append(1)
         if len(runs) == 2:
@@ -54,7 +54,7 @@ def recomputation(action):
         return x * x
 
     runs = []
-    checkpoint(square, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    checkpoint(square, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
 
 
 class _Double(torch.autograd.Function):
@@ -136,14 +136,7 @@ def unpacking(action):
 
 
 def reentrant_recomputation(action):
-    def square(x):
-        runs.append(1)
-        if len(runs) == 2:
-            action()
-        return x * x
-
-    runs = []
-    checkpoint(square, torch.ones(2, requires_grad=True), use_reentrant=True).sum().backward()
+    recomputation(action, use_reentrant=True)
 
 
 def operator_in_python(action):
