@@ -7,7 +7,6 @@ from torch import nn
 
 import ampkit
 
-
 #: A session ends with its models, at whatever garbage collection.
 ALIVE = []
 
