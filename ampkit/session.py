@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import patching, validation
-from .casting.engine import Casting, active_casting
+from .casting.engine import Casting, active_casting, switch_off_left_on
 from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.state import out_of_modes
@@ -55,8 +55,11 @@ from .sharding import fsdp_modules, is_unreduced, unsharded_params
 def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def changing(*args: Any) -> None:
-        with patching.changing, out_of_modes():
-            method(*args)
+        try:
+            with patching.changing, out_of_modes():
+                method(*args)
+        finally:
+            switch_off_left_on()  # what another thread could not give back meanwhile
 
     return changing
 
