@@ -277,13 +277,15 @@ def chosen(tests: set[str], seconds_of: dict[str, float], functions_in: Mapping[
     return picked
 
 
-def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[str]], dict[str, float]]:
-    """The tests that reach each function, and the seconds of each test that passes; kept in build/ until a source changes."""
-    digest = hashlib.sha256()
+def record_of_reach(
+    copies: list[Path], scratch: Path, under: tuple[str, ...] = ("tests/",)
+) -> tuple[dict[str, set[str]], dict[str, float]]:
+    """Tests ``under`` these paths that reach each function, and the seconds of each that passes; kept until a source changes."""
+    digest = hashlib.sha256(" ".join(under).encode())
     for path in sorted(path for part in ("ampkit", "tests") for path in (ROOT / part).rglob("*.py")):
         digest.update(path.read_bytes())
     if not RECORD.exists() or RECORD.read_text().partition("\n")[0] != digest.hexdigest():
-        record_reach(copies, scratch, digest.hexdigest())
+        record_reach(copies, scratch, digest.hexdigest(), under)
     tests_of, seconds_of = defaultdict(set), {}
     lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
     seconds_of = {test: float(what[8:]) for test, what in lines if what.startswith("seconds:")}
@@ -297,10 +299,11 @@ def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[st
     return tests_of, seconds_of
 
 
-def record_reach(copies: list[Path], scratch: Path, digest: str) -> None:
+def record_reach(copies: list[Path], scratch: Path, digest: str, under: tuple[str, ...]) -> None:
     """Run each test file once, without a fault."""
     began, files = time.monotonic(), sorted((ROOT / "tests").rglob("test_*.py"))
     files = [str(path.relative_to(ROOT)) for path in files if path.relative_to(ROOT).parts[1] not in NOT_SAMPLED]
+    files = [file for file in files if file.startswith(under)]
     record = scratch / "reach.tsv"
 
     def make(file: str, folder: Path) -> Job:
