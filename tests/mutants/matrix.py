@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m mutants.matrix [--faults 300] [--seed 0] [--only 'ampkit/casting/*'] [--tests tests/o1 ...]
     PYTHONPATH=tests python -m mutants.matrix --needless
 
-The first line plants sampled faults. Each adds a line of JSON to build/kills.jsonl: the fault, the test functions that ran, and those
+The first line plants sampled faults. Each adds a line of JSON to build/kills.jsonl: the fault, the tests that ran, and those
 that noticed. A fault that stands there is not planted again, so a run that was cut off goes on. The second line prints the test
 functions that may go together: at least three faults were tried in what each reaches, and what it notices is noticed by a test that
 stays. A test that states a promise of its own stays all the same: that is for people to judge.
