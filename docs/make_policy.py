@@ -227,7 +227,7 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], Inputs]]] = {
 
 
 def kinds(groups: Iterable[RuleGroup]) -> dict[tuple[str, str], RuleGroup]:
-    """The group of each function, by owner and name, as far as this torch has it."""
+    """The group of each function, by owner and name."""
     return {(path, name): group for group in groups for path in group.owners for name in group.names}
 
 

@@ -29,7 +29,7 @@ SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [name for name in FUSED_SETTINGS if hasattr(core, name)])
+@pytest.mark.parametrize("name", [name for name in FUSED_SETTINGS if hasattr(core, name) and hasattr(optimizers, name)])
 def test_steps_are_the_cores_bit_for_bit(name, dtype):
     """What the core's steps are is tested in tests/optimizers; Apex's classes only count them elsewhere, and keep no rests."""
     params, others = several_params(dtype), several_params(dtype)
@@ -53,7 +53,7 @@ def test_state_of_the_torch_twin_loads_and_training_goes_on(name, twin, settings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FUSED_SETTINGS)
+@pytest.mark.parametrize("name", [name for name in FUSED_SETTINGS if hasattr(optimizers, name)])
 def test_resume_from_own_state_is_bit_for_bit(name, dtype):
     make = lambda params: getattr(optimizers, name)(params, **FUSED_SETTINGS[name])  # noqa: E731
     params, again = params_after_handing_on(dtype, make, make)
