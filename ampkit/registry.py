@@ -1,7 +1,7 @@
 """What is initialized in this process: its sessions, optimizers and models. Who is asked for one of them asks here.
 
 `live_sessions` are those that are neither closed nor without models and optimizers, oldest first. `wrappers` are what they have
-put on their optimizers, as long as these live, and `watchers` what is told of the calls of each initialized model.
+put on their optimizers, as long as these live, and `watchers` the session of each initialized model, which hears of its calls.
 """
 
 from __future__ import annotations

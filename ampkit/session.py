@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,12 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
-from .models.float32_values import Float32Value, Loans
-from .models.forward import Watcher
+from .models.float32_values import Float32Value, Loans, lower_entries
 from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
-from .models.records import Dtypes, lower_entries, note_new_modules, record_of, refuse_changed_dtype, sync_weights
+from .models.records import LeftAs, note_new_modules, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, note_weights
-from .patching import Reference, Undo
+from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
@@ -83,7 +82,7 @@ class Session:
         self._undo = Undo()
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._left_as: weakref.WeakKeyDictionary[nn.Module, Dtypes] = weakref.WeakKeyDictionary()
+        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[LeftAs]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         if not self.is_live:
@@ -169,7 +168,7 @@ class Session:
         self._patch_torch()
         self._prepare_optimizers(optimizers, values)
         if plan.casts_calls:
-            self._start_casting(values)
+            self._start_casting()
         self._forget_traces()
         for model in models if plan.stores_weights else ():
             note_weights(model)
@@ -226,23 +225,15 @@ class Session:
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
-                refs = [ref for ref, _ in self._left_as[model]]
-                self._left_as[model] = [(ref, param.dtype) for ref in refs if (param := ref()) is not None]
+                self._left_as[model] = parameters_now(model)
         if self.plan.has_narrow_gradients:
             take_narrow_gradients(params, self._undo)
 
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""
         for model in models:
-            if not self.plan.casts_weights or fsdp_modules(model):
-                self._left_as[model] = [(Reference(param), param.dtype) for param in model.parameters()]
-            watchers[model] = Watcher(
-                self._before_forward,
-                self._before_compiled_forward,
-                self._after_zero_grad,
-                self._before_apply,
-                self.plan.opt_level,
-            )
+            self._left_as[model] = parameters_now(model)
+            watchers[model] = self
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         slots = Slots()
@@ -261,7 +252,7 @@ class Session:
                 ", ".join(type(optimizer).__name__ for optimizer in unchecked),
             )
 
-    def _start_casting(self, values: Mapping[torch.Tensor, Float32Value]) -> None:
+    def _start_casting(self) -> None:
         plan = self.plan
         before = casting = active_casting()
         refuse_second_lower_precision(plan)
@@ -276,12 +267,12 @@ class Session:
         if casting is not before:
             if before is not None:
                 before.close()
-                casting.keep_stored_weights_of(before)
+                casting.follow(before)
                 for session in _sessions_of(before):
                     session.casting = casting
             casting.install()
         if plan.has_narrow_results:
-            casting.store(values)
+            casting.store()
         self._restart_device_types()
         casting.switch_on_here()
 
@@ -359,39 +350,34 @@ class Session:
                     return repr(name) if len(models) == 1 else f"{name!r} of model {index}"
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
-    def _before_forward(self, model: nn.Module) -> None:
-        left_as = self._left_as.get(model)
-        if left_as is not None:
-            refuse_changed_dtype(model, left_as)
-        else:
-            if sync_weights(model):
-                self.scaling.advice.tell("assigned", self.plan.opt_level)
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                note_weights(model)
+    def before_forward(self, model: nn.Module) -> None:
+        if sync_weights(model, self._left_as[model]):
+            self.scaling.advice.tell("assigned", self.plan.opt_level)
+        if self.plan.stores_weights and torch.distributed.is_available() and torch.distributed.is_initialized():
+            note_weights(model)
         if self.casting is not None:
-            self._cast_where_it_is(model, left_as)
+            self._cast_where_it_is(model)
             self.casting.catch_up()
         self.statistics.before_forward(model)
         self.scaling.note_forward()
 
-    def _before_compiled_forward(self, model: nn.Module) -> None:
+    def before_compiled_forward(self, model: nn.Module) -> None:
         """dynamo does not trace a model while the gradient of a weight has another dtype than the weight."""
-        self._before_forward(model)
+        self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
 
-    def _cast_where_it_is(self, model: nn.Module, left_as: Dtypes | None) -> None:
+    def _cast_where_it_is(self, model: nn.Module) -> None:
         """Follow a model that has moved: ask one of its parameters, as next(model.parameters()) would, in less time."""
-        record = None if left_as else record_of(model)
-        cast = record.every_cast if record is not None else None
-        first = left_as[0][0]() if left_as else cast[0][0] if cast else next(model.parameters(), None)
+        left_as = self._left_as[model]
+        first = left_as[0].param() if left_as else next(model.parameters(), None)
         if first is not None and first.device.type in self.casting.device_types:
             return
         here = device_types([model])
         if not here <= self.casting.device_types:
             self.casting.cast_on(self.casting.device_types | here)
 
-    def _after_zero_grad(self, model: nn.Module) -> None:
+    def after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
         for wrapper in self.wrappers:
             for slot in wrapper.gradients.slots:
@@ -401,7 +387,7 @@ class Session:
             if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros
                 wrapper.findings.forget()
 
-    def _before_apply(self) -> None:
+    def before_apply(self) -> None:
         for wrapper in self.wrappers:  # torch may swap gradients, if nothing refers to them
             wrapper.findings.look_again()
             wrapper.gradients.clipping.hold_none()

@@ -1,9 +1,7 @@
 """The casts of weights that are kept: a weight is cast once in a call of an initialized model, and a stale cast is never used.
 
-The engine owns one store per target dtype, ampkit._casting.CastStore; csrc/casting/cast_store.h says how long a cast lives. A cast
-holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
-neither, so torch_integration.py has casts forgotten where a script asks for an alias or steps an optimizer. Without that library
-there is no store, and a weight is cast at every use.
+The engine owns one store per target dtype, ampkit._casting.CastStore; csrc/casting/cast_store.h says how long a cast lives. Without
+that library there is no store, and a weight is cast at every use.
 """
 
 from __future__ import annotations
@@ -50,21 +48,17 @@ class CastCaches:
                 self._tell_stores()
         return store
 
-    def caster(self, dtype: torch.dtype) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
-        """A function of a weight and what casts it to ``dtype``: the kept cast, or a new one, which is kept where that is safe."""
-        store = self.of(dtype)
-        if store is None:
-            return labelled("cast weights")(lambda weight, convert: convert(weight))
-
-        def cast(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-            # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
-            # would miss the cast.
-            if _dynamo_compiling() or _compiler._is_compiling_flag:
-                return convert(weight)
-            if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
-                return convert(weight)
-            return store.cast(weight, convert)
-
+    def cast(self, dtype: torch.dtype, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """The kept cast of a weight to ``dtype``, or a new one, made by ``convert`` and kept where that is safe."""
+        # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
+        # would miss the cast.
+        if _dynamo_compiling() or _compiler._is_compiling_flag:
+            return convert(weight)
+        if (store := self.of(dtype)) is None:
+            return _not_kept(weight, convert)
+        if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
+            return convert(weight)
+        cast: Tensor = store.cast(weight, convert)
         return cast
 
     def _tell_stores(self) -> None:
@@ -151,6 +145,9 @@ class CastCaches:
 
 
 _numbers = itertools.count(1)
+
+
+_not_kept = labelled("cast weights")(lambda weight, convert: convert(weight))
 
 
 class _Kept(threading.local):

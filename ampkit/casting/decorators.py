@@ -114,7 +114,7 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
             return fn(*args, **kwargs)
         if casting.is_on():
             args, kwargs = _cast(kind, casting, label, args, kwargs)
-        else:  # see Note [where casts are off] in state.py
+        else:  # models/NOTES.md: "Where the tables hold"
             lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
             if casting.state.holds_for(lower):
                 with casting.state.region(True, lower[0].dtype, narrow=True):

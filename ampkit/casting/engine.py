@@ -225,19 +225,17 @@ class Casting:
             return nullcontext()
         return state.region(True, narrow_in, narrow=narrow_in is not None)
 
-    def keep_stored_weights_of(self, earlier: Casting) -> None:
-        """Before `install`: go on with the stored weights of an engine that was closed."""
-        self.state.stored, self._storing = earlier.state.stored, earlier._storing
-        self.device_types = earlier.device_types
+    def follow(self, earlier: Casting) -> None:
+        """Before `install`: go on for the sessions of an engine that was closed."""
+        self._storing, self.device_types = earlier._storing, earlier.device_types
 
     def end_scope_of_process(self) -> None:
         """Cast in the forward of models only, from now on."""
         self.scope = "forward"
         self._switch_off_here()
 
-    def store(self, values: Mapping[torch.Tensor, Any]) -> None:
-        """A session's models have narrow results, until `store_no_more`; of stored weights these are the float32 values."""
-        self.state.stored.update(values)
+    def store(self) -> None:
+        """A session's models have narrow results, until `store_no_more`."""
         self._storing += 1
         self._tell_state()
 

@@ -153,7 +153,7 @@ class _Computation(NamedTuple):
 
     arguments: Callable[..., tuple | None]
     forward: Callable[..., tuple[Tensor, Sequence[Tensor]]]
-    backward: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None
 
 
 def _are_float32(*weights: Tensor | None) -> bool:
@@ -211,30 +211,7 @@ def _arguments_of_rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def _rms_norm(original, x, shape, weight, eps):
-    if not x.is_cpu:  # one kernel does it all there
-        return original(x.float(), shape, weight, eps), ()
-    x, eps = x.float(), torch.finfo(torch.float32).eps if eps is None else eps
-    rstd = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add_(eps).rsqrt_()
-    result = x.mul_(rstd)
-    return result if weight is None else result.mul_(weight), (rstd,)
-
-
-def _gradients_of_rms_norm(grad, needed, statistics, x, shape, weight, eps):
-    (rstd,) = statistics
-    normalized = x.float().mul_(rstd)
-    product = grad * normalized
-    dweight = product.sum(tuple(range(x.dim() - len(shape)))) if needed[2] else None
-    dx = None
-    if needed[0]:
-        if weight is not None:
-            grad, product = grad * weight, product.mul_(weight)
-        dx = (
-            normalized.mul_(product.mean(tuple(range(-len(shape), 0)), keepdim=True).neg_())
-            .add_(grad)
-            .mul_(rstd)
-            .to(x.dtype)
-        )
-    return dx, None, dweight, None
+    return original(x.float(), shape, weight, eps), ()  # done again in the backward pass: torch has no kernel for that
 
 
 def _arguments_of_cross_entropy(
@@ -311,6 +288,6 @@ _COMPUTATIONS = {
     "embedding": _Computation(lambda *arguments: arguments, _embedding, _gradients_of_embedding),
     "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
-    "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm, _gradients_of_rms_norm),
+    "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm),
     "cross_entropy": _Computation(_arguments_of_cross_entropy, _cross_entropy, _gradients_of_cross_entropy),
 }

@@ -2,24 +2,11 @@
 
 `CastingState` is what every wrapper asks; the engine owns it.
 
-Note [the backward pass]
-    torch.autocast is off while autograd's engine runs, and hooks are not cast. A function in Python computes backward in the
-    state of its forward; checkpoint, custom_bwd and regions that a hook enters set their own.
-
-Note [narrow results]
-    Softmax, norms and powers hand on, and save, the precision of their input at O2, O3 and O5, and float32 at O1. One bit of the
-    thread says which: whether torch.autocast has a cache.
-
 Note [plain places]
     torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the
     dispatcher comes to in Python. So a thread is set for good only at a plain place: none of these is around, and dispatching
     leaves out no more than in a new thread. An engine that closes elsewhere switches off at once, and its wrappers stay in
     place and switch off again what torch brings back, until the first of them is called at a plain place.
-
-Note [where casts are off]
-    A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every
-    region a row of the tables then holds for that call. In a region that a script has switched off, stored weights take part
-    with their float32 values.
 """
 
 from __future__ import annotations
@@ -39,6 +26,10 @@ from ..patching import by_tensor
 
 if TYPE_CHECKING:
     from .cache import CastCaches
+
+#: Of every weight that a live session stores in lower precision its float32 value (models/float32_values.py), and None of what
+#: stays as it came beside these.
+stored = by_tensor()
 
 _is_enabled = torch.is_autocast_enabled
 _dtype_of = torch.get_autocast_dtype
@@ -60,8 +51,7 @@ class CastingState:
         #: Device types whose tensors are cast, and the engine's word for whether any are.
         self.device_types: tuple[str, ...] = ()
         self.installed = False
-        #: Weights that models hold in lower precision, and how to make float32 of each; and whether models have narrow results.
-        self.stored = by_tensor()
+        #: Whether models have narrow results.
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
         #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident; and what a
@@ -103,7 +93,7 @@ class CastingState:
         """The float32 value of a weight that is stored in lower precision; other tensors as they are."""
         if weight.dtype not in LOWER_PRECISION:
             return weight
-        value = None if _compiling() else self.stored.get(weight)
+        value = None if _compiling() else stored.get(weight)
         return weight.float() if value is None else _Float32.apply(weight, value)
 
     def casts_on(self, device_type: str) -> bool:
@@ -122,7 +112,7 @@ class CastingState:
         return None
 
     def is_narrow(self) -> bool:
-        """Whether softmax, norms and powers hand on their input's precision: see Note [narrow results]."""
+        """Whether softmax, norms and powers hand on their input's precision."""
         return self.stores and torch.is_autocast_cache_enabled()
 
     def region(

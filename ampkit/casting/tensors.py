@@ -97,9 +97,7 @@ def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
         return _map_mapping  # before dataclasses: Hugging Face's ModelOutput is both
     if isinstance(value, (set, frozenset)):
         return _map_set
-    if dataclasses.is_dataclass(value):
-        return _map_dataclass
-    if callable(getattr(value, "to", None)) and hasattr(value, "__dict__"):
+    if dataclasses.is_dataclass(value) or (callable(getattr(value, "to", None)) and hasattr(value, "__dict__")):
         return _map_attributes
     return None
 
@@ -162,25 +160,15 @@ def _map_mapping(value: Mapping, fn: Callable) -> Mapping:
     return mapped
 
 
-def _map_dataclass(value: Any, fn: Callable) -> Any:
-    items = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    changed = {name: new for name, old in items if (new := fn(old)) is not old}
-    if not changed:
-        return value
-    mapped = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(mapped, name, item)  # a frozen dataclass refuses the plain way
-    return mapped
-
-
 def _map_attributes(value: Any, fn: Callable) -> Any:
     # The copy is walked, not the original: a class with its own __copy__ may have renewed its parts already.
     mapped = copy.copy(value)
-    changed = {name: new for name, old in vars(mapped).items() if (new := fn(old)) is not old}
-    if not changed:
-        return value
-    vars(mapped).update(changed)
-    return mapped
+    names = vars(mapped) if hasattr(mapped, "__dict__") else [field.name for field in dataclasses.fields(mapped)]
+    items = [(name, getattr(mapped, name, None)) for name in names]
+    changed = {name: new for name, old in items if (new := fn(old)) is not old}
+    for name, item in changed.items():
+        object.__setattr__(mapped, name, item)  # a frozen dataclass refuses the plain way
+    return mapped if changed else value
 
 
 def _all_same(items: list, originals: Any) -> bool:

@@ -99,7 +99,7 @@ def _patch_picklers(patches: PatchSet, engine: Any) -> None:
 
 
 def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
-    """See Note [the backward pass] in state.py."""
+    """The backward pass is not autocast."""
     run_backward = torch.autograd._engine_run_backward
     without_autocast = past_autocast(run_backward, state)
     apply = BackwardCFunction.apply
@@ -146,11 +146,9 @@ def _patch_checkpoints(patches: PatchSet) -> None:
         generator += "_impl"
     generate, forward = getattr(checkpoint, generator), checkpoint.CheckpointFunction.forward
 
-    @functools.wraps(generate)
     def generate_by_regions(fn: Callable, *args: Any, **kwargs: Any) -> Any:
         return generate(_in_regions_of_now(fn), *args, **kwargs)
 
-    @functools.wraps(forward)
     def forward_by_regions(ctx: Any, run_function: Callable, *args: Any) -> Any:
         return forward(ctx, _in_regions_of_now(run_function), *args)
 
@@ -253,23 +251,9 @@ def _without_casts_of_proxies(engine: Any, trace: Callable) -> Callable:
         if isinstance(tracer, on_tensors):
             return trace(tracer, *args, **kwargs)
         with engine.disabled():
-            graph = trace(tracer, *args, **kwargs)
-        _read_in_float32(graph, tracer.root, engine.state)
-        return graph
+            return trace(tracer, *args, **kwargs)
 
     return call
-
-
-def _read_in_float32(graph: torch.fx.Graph, root: Any, state: CastingState) -> None:
-    """Have weights that are stored beside rests be read so: nothing casts what generated code gives to functions of torch."""
-    for node in list(graph.nodes):
-        stored = (
-            None if node.op != "get_attr" else state.stored.get(functools.reduce(getattr, node.target.split("."), root))
-        )
-        if stored is not None and stored.rest is not None:
-            with graph.inserting_after(node):
-                value = graph.call_method("float", (node,))
-            node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
 def _seeing_through(function: Callable, engine: Any) -> Callable:

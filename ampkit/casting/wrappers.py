@@ -4,11 +4,6 @@
 script has kept casts nothing after the engine closes. What it stands around is called where casts are on. The engine calls `wrap`;
 nothing here patches anything.
 
-Note [the tables win]
-    torch.autocast is on beneath the wrappers, and sees what a function calls in its turn. So torch's functions are called with
-    it off (`past_autocast`), but for those that were given lower precision and are not on its lists of what is float32:
-    nothing in them is left to cast, and what they call has rows of its own.
-
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
     functions keep their tensor, its dtype and its storage. float64, integer and complex tensors, and tensors on devices
@@ -47,7 +42,6 @@ _logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
-_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size})
 # NumPy's arrays lie in host memory, which is not on the devices of most sessions.
 _TO_NUMPY = frozenset({"numpy", "__array__"})
 _ADVICE = {
@@ -111,7 +105,7 @@ def _known_to_tables(method: Callable) -> Callable:
 
 
 def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> Callable:
-    """See Note [narrow results] in state.py. ``native`` computes in float32 inside and rounds its result once."""
+    """``wrapper`` where results are narrow. ``native`` computes in float32 inside and rounds its result once."""
 
     def narrow(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -130,7 +124,7 @@ _ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
 
 
 def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
-    """See Note [where casts are off] in state.py."""
+    """``wrapper`` where casts are on, and where they are off what models/NOTES.md says: "Where the tables hold"."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
@@ -182,15 +176,12 @@ def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | 
     convert = _converter(target, state, name)
     if kind is CastKind.FP32:
         return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
-    if dtype is not None and torch.compiler.is_compiling():  # a trace cannot make a cache, and needs none
-        return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not target else x
-    cached = state.caches.caster(target)
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
             return x
         # Other leaves are inputs, which scripts edit through .data; subclasses carry more than a storage and a version.
-        return cached(x, convert) if type(x) is Parameter else convert(x)
+        return state.caches.cast(target, x, convert) if type(x) is Parameter else convert(x)
 
     return lower
 
@@ -209,57 +200,25 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
 
 
 def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
-    target = _target(kind, state)
-    cast = caster(kind, state, name)
+    """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype; see Note [what is never cast]."""
+    cast_here = caster(kind, state, name)
     agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
-    any_call = _of_any_arguments(kind, call, as_it_is, state, name)
-    follows_regions, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.other_precision
-    to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
-    untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
-    # Parameters go to the cache directly: a weight that is in it costs no more than the look-up.
-    convert = _converter(target, state, name)
-    cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else state.caches.caster(target)
+    is_fp32 = kind is CastKind.FP32
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if follows_regions and (dtype := other_precision()) is not None:
-            return any_call(args, kwargs, caster(kind, state, name, dtype=dtype))
-        for value in kwargs.values():
-            if type(value) not in _NO_TENSORS and not _is_sizes(value):
-                return any_call(args, kwargs, cast)
-        converted = []
-        for value in args:
-            exact_type = type(value)
-            if exact_type is Parameter or exact_type is Tensor:
-                dtype = value.dtype
-                if dtype is not target:
-                    if dtype in to_be_cast:
-                        value = cached(value, convert) if exact_type is Parameter else cast(value)
-                    elif dtype in untouchable:
-                        return as_it_is(*args, **kwargs)
-            elif exact_type not in _NO_TENSORS and not _is_sizes(value):
-                return any_call(args, kwargs, cast)
-            converted.append(value)
-        return call(*converted, **kwargs) if kwargs else call(*converted)
-
-    return wrapper
-
-
-def _of_any_arguments(kind: CastKind, call: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """`_one_dtype` for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
-    untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
-
-    def any_call(args: tuple, kwargs: dict[str, Any], cast: Convert) -> Any:
-        if _has_dtype(args, kwargs) or any(x.dtype in untouchable for x in tensors_in(args, kwargs)):
+        if _has_dtype(args, kwargs) or not (is_fp32 or all(x.dtype not in _EXACT for x in tensors_in(args, kwargs))):
             return as_it_is(*args, **kwargs)
+        cast = cast_here
+        if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:
+            cast = caster(kind, state, name, dtype=dtype)
         if (out := kwargs.get("out")) is None:
             return call(*map_tensors(args, cast), **map_tensors(kwargs, cast))
-        if kind is CastKind.FP32 and _dtype_of(out) is not torch.float32:
+        if is_fp32 and _dtype_of(out) is not torch.float32:
             return as_it_is(*args, **kwargs)
         return _into(out, as_it_is, args, kwargs, state, name)
 
-    return any_call
+    return wrapper
 
 
 def _into(out: Any, function: Callable, args: tuple, kwargs: dict, state: CastingState, name: str) -> Any:
@@ -387,7 +346,7 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
 
 
 def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """NATIVE, for functions that torch.autocast would cast: see Note [the tables win]."""
+    """NATIVE, for functions that torch.autocast would cast."""
     return as_it_is
 
 
@@ -458,11 +417,6 @@ def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Conve
         return lambda x: x
     convert = _converter(dtype, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
-
-
-def _is_sizes(value: Any) -> bool:
-    """Whether ``value`` is a tuple or list of numbers (a stride, a normalized_shape), which holds nothing to cast."""
-    return type(value) in (tuple, list) and (len(value) == 0 or type(value[0]) is int)
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:

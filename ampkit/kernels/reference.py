@@ -114,6 +114,23 @@ def _split(values, weights, rests):
         rest.copy_(lower)
 
 
+def joined(weight: Tensor, rest: Tensor | None) -> Tensor:
+    """The float32 value that a weight and its rest are together, or the weight alone: a copy."""
+    if rest is None or weight.dtype is torch.float32:
+        return weight.detach().to(torch.float32, copy=True)
+    value = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
+    multi_tensor_join([weight.detach()], [rest.to(weight.device)], [value])
+    return value
+
+
+def parted(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weight in ``dtype`` and the rest that a float32 value falls into."""
+    weight = torch.empty_like(value, dtype=dtype, requires_grad=False)
+    rest = torch.empty_like(value, dtype=torch.int16, requires_grad=False)
+    multi_tensor_split([value.detach()], [weight], [rest])
+    return weight, rest
+
+
 def _have_elements(op, lists):
     """Whether there is something to do; raises unless the three lists have one length."""
     first, second, third = lists.values()

@@ -1,10 +1,6 @@
 """A float32 tensor in two: the 16-bit weight that a model computes with, and an int16 rest.
 
-The weight is the value rounded to nearest, ties away from zero; the rest is what its rounding has left. In bfloat16 both
-together are the value bit for bit. In float16 the rest counts in units of 2^-15 of the weight's last place: exact from 2^-14 to
-65504, below that to 2^-40. Finite values too large for the weight become the largest that it holds. Beside a weight of 0,
-infinity or NaN a rest counts for nothing. The kernels do the same on their way through memory: Note [weights and rests] in
-csrc/functors/split.h.
+Note [weights and rests] in csrc/functors/split.h says how; the kernels do the same on their way through memory.
 """
 
 from __future__ import annotations

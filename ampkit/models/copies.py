@@ -1,8 +1,6 @@
 """Copies and pickles of initialized modules and optimizers: plain float32, of their own class, with nothing of ours.
 
-Every module on which something of ours hangs has ``__deepcopy__`` and ``__reduce_ex__`` in its ``__dict__``, which hand out a
-stand-in: see NOTES.md. An optimizer hands out the same float32 values, so that one memo joins the copies of both. ``copy.copy`` and
-DataParallel's replicas share weights with their original and stay as it is.
+``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from torch import nn
 
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
+from .float32_values import lower_in
 
-RECORD_KEY = "_ampkit_weights"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
 
 _METHODS = ("__deepcopy__", "__reduce_ex__")
@@ -77,8 +75,7 @@ def stand_in(module: nn.Module) -> nn.Module:
 
 def _float32_values(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """(lower-precision parameter, what is copied in its place) for the module's own."""
-    record = module.__dict__.get(RECORD_KEY)
-    return [] if record is None else [(param, entry.in_copies(param)) for _, param, entry in record.lower_in(module)]
+    return [(param, entry.in_copies(param)) for _, param, entry in lower_in(module)]
 
 
 def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..casting.state import stored
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
+from ..kernels import joined
+
+LOANS_KEY = "_ampkit_loans"  # where a module of a cast model has the loans of its session
 
 
 class Loan(NamedTuple):
@@ -77,7 +82,7 @@ class Loans:
             elif one not in self._of:
                 one.move_rest_beside(lower)
                 with torch.no_grad():
-                    held.data = _joined(lower, one.rest)
+                    held.data = joined(lower, one.rest)
                     self._lend_held(one, lower, held)
 
     def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
@@ -132,7 +137,7 @@ def _written(entry: Float32Value, loan: Loan) -> Tensor:
             f"A float32 value of shape {tuple(before.shape)}, from ampkit.master_params, was made {now.dtype} of shape "
             f"{tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
         )
-    return _joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
+    return joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
 
 
 def _written_apart(loan: Loan, written: Tensor) -> Tensor:
@@ -145,33 +150,19 @@ def _written_apart(loan: Loan, written: Tensor) -> Tensor:
     return written & (now != before.view(torch.int16)) & (now != lent)
 
 
-def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:
-    """The float32 value that these are together: a copy."""
-    if rest is None or lower.dtype is torch.float32:
-        return lower.detach().to(torch.float32, copy=True)
-    value = torch.empty_like(lower, dtype=torch.float32, requires_grad=False)
-    kernels.multi_tensor_join([lower.detach()], [rest.to(lower.device)], [value])
-    return value
-
-
 @dataclass(eq=False)
 class Float32Value:
-    """The float32 value of one lower-precision tensor, which every method is given. ``loans`` are its session's.
+    """The float32 value of one tensor in the lower precision ``dtype``, which every method is given. ``loans`` are its session's.
 
     Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is, as at O3.
     """
 
     loans: Loans
+    dtype: torch.dtype
     rest: Tensor | None = None
+    was_made_float32: bool = False  # by ``model.float()``, which is refused; ``p.data = values`` is not
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
     _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
-
-    def split(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """``value`` in ``dtype``; the rest becomes what that lacks of it."""
-        lower = torch.empty_like(value, dtype=dtype, requires_grad=False)
-        self.rest = torch.empty_like(value, dtype=torch.int16, requires_grad=False)
-        kernels.multi_tensor_split([value.detach()], [lower], [self.rest])
-        return lower
 
     def move_rest_beside(self, lower: Tensor) -> None:
         """Have the rest lie where ``lower`` does, as after ``model.to(...)``. What has another shape has no rest yet."""
@@ -189,7 +180,7 @@ class Float32Value:
         self.loans.end(self)
         self.move_rest_beside(lower)
         self.loans.lend_again(self)
-        return _joined(lower, self.rest)
+        return joined(lower, self.rest)
 
     def in_state_dict(self, lower: Tensor, state_dict: Mapping[str, Any], key: str, as_parameter: bool) -> Tensor:
         """A copy of the value for this place in a ``state_dict()``, where tied weights have one tensor."""
@@ -204,32 +195,28 @@ class Float32Value:
     def put(self, lower: Tensor, value: Tensor) -> None:
         """``value`` becomes the value: a write to ``lower`` that torch counts."""
         self.loans.end(self)
+        self._write(lower, value)
+        self.loans.lend_again(self)
+
+    def _write(self, lower: Tensor, value: Tensor) -> None:
+        self.move_rest_beside(lower)
         if self.rest is None:
             lower.copy_(value)
         else:
-            self.move_rest_beside(lower)
             kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
-        self.loans.lend_again(self)
 
     def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
         """Take over elements of ``value``; a ``lower`` that has another shape by now stays as it is."""
-        if lower.shape != which.shape:
-            return
-        which, value = which.to(lower.device), value.to(lower.device)
-        if self.rest is None:
-            lower.copy_(torch.where(which, value.to(lower.dtype), lower))
-            return
-        self.move_rest_beside(lower)
-        weights, rests = kernels.split(value, lower.dtype)
-        lower.copy_(torch.where(which, weights, lower))
-        self.rest.copy_(torch.where(which, rests, self.rest))
+        if lower.shape == which.shape:
+            which, value = which.to(lower.device), value.to(lower.device)
+            self._write(lower, torch.where(which, value, joined(lower, self.rest)))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
-    def take_float32(self, lower: Tensor, dtype: torch.dtype) -> None:
+    def take_float32(self, lower: Tensor) -> None:
         """After ``p.data = float32 values``: the value is these. Values that ``dtype`` holds are a write in lower precision."""
         given = lower.detach()
-        lower.data = given.to(dtype)
+        lower.data = given.to(self.dtype)
         if not torch.equal(lower.detach().float(), given):
             self.put(lower, given)
 
@@ -248,3 +235,19 @@ class Float32Value:
             self._in_copies = weakref.ref(found)
         found.data = value
         return found.requires_grad_(lower.requires_grad)
+
+
+def lower_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
+    """(name, lower-precision parameter, its float32 value) for the module's own parameters, if its weights were cast."""
+    loans = module.__dict__.get(LOANS_KEY)
+    for name, param in module._parameters.items() if loans is not None else ():
+        if isinstance(param, nn.Parameter) and param.dtype in LOWER_PRECISION:
+            if param not in stored:  # new since, and its own value
+                stored[param] = Float32Value(loans, param.dtype)
+            if (entry := stored[param]) is not None and entry.dtype is param.dtype:
+                yield name, param, entry
+
+
+def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
+    """(lower-precision parameter, its float32 value) for everything in the model that was cast."""
+    return ((param, entry) for module in model.modules() for _, param, entry in lower_in(module))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,19 +30,9 @@ from ..labels import labelled
 from ..patching import SharedPatches, Undo, shared_patch
 from ..registry import watchers
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
-from .records import lower_entries, record_of
+from .float32_values import lower_entries
 
 CASTS_KEY = "_ampkit_casts"
-
-
-class Watcher(NamedTuple):
-    """A session's part around the methods of an initialized model, which each of these is given."""
-
-    before_forward: Callable[[nn.Module], None]
-    before_compiled_forward: Callable[[nn.Module], None]
-    after_zero_grad: Callable[[nn.Module], None]
-    before_apply: Callable[[], None]
-    opt_level: str
 
 
 Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
@@ -82,22 +72,21 @@ _running = _Running()
 
 def _apply(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> Any:
     cast = list(lower_entries(model))
-    if (watcher := watchers.get(model)) is not None:
-        watcher.before_apply()
+    if (session := watchers.get(model)) is not None:
+        session.before_apply()
     result = own(model, *args, **kwargs)
     for tensor, entry in cast:
         entry.move_rest_beside(tensor)
-        if tensor.dtype is torch.float32:  # the next forward says so
-            record_of(model).was_made_float32 = True
+        entry.was_made_float32 = tensor.dtype is torch.float32  # the next forward says so
     return result
 
 
 def _zero_grad(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
-    if (watcher := watchers.get(model)) is None:
+    if (session := watchers.get(model)) is None:
         return own(model, *args, **kwargs)
     with past_the_getter():
         own(model, *args, **kwargs)
-    return watcher.after_zero_grad(model)
+    return session.after_zero_grad(model)
 
 
 def _prepare_scriptable(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
@@ -279,28 +268,30 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
 
 def _before_forward(model: nn.Module) -> None:
     """Have the model's session do what precedes a forward, which is no part of what torch.jit.trace records."""
-    if (watcher := watchers.get(model)) is None:
+    if (session := watchers.get(model)) is None:
         return
     if (recording := torch._C._get_tracing_state()) is None:
-        return watcher.before_forward(model)
+        return session.before_forward(model)
     torch._C._set_tracing_state(None)
     try:
-        watcher.before_forward(model)
+        session.before_forward(model)
     finally:
         torch._C._set_tracing_state(recording)
 
 
 def _explain(error: RuntimeError, model: nn.Module) -> None:
     """Add a line to what torch raises where dtypes do not fit: at which level, in which module, and what to do."""
-    watcher, message = watchers.get(model), str(error)
-    if watcher is None or "type" not in message or not ("Half" in message or "float16" in message.lower()):
+    session, message = watchers.get(model), str(error)
+    if session is None or "type" not in message or not ("Half" in message or "float16" in message.lower()):
         return
     advice = _TOO_LARGE if "without overflow" in message else _TWO_DTYPES
     names = {module: name for name, module in model.named_modules()}
     modules = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     where = [names[module] for module in modules if isinstance(module, nn.Module) and module in names]
     module = f"module {where[-1]!r}" if where and where[-1] else "in its own forward"
-    error.add_note(f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, {module}, {advice}")
+    error.add_note(
+        f"ampkit: this is a {type(model).__name__} at opt_level {session.plan.opt_level}, {module}, {advice}"
+    )
 
 
 _TWO_DTYPES = (
@@ -333,8 +324,8 @@ def _note_trace(model: nn.Module) -> None:
 
 def _on_trace(context: Any) -> None:
     model = context.get_local("model")._ComptimeVar__variable.realize().value
-    if (watcher := watchers.get(model)) is not None:
-        compiled_models.note(model, watcher.before_compiled_forward)
+    if (session := watchers.get(model)) is not None:
+        compiled_models.note(model, session.before_compiled_forward)
 
 
 _patched: dict[tuple[type, str], SharedPatches] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..patching import by_tensor
 from ..sharding import fsdp_modules
-from . import sharded
 
 Plan = Any  # plan.py's, which stands above this room
 
@@ -84,12 +84,9 @@ class Incoming:
     def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any] = ()) -> None:
         """Make lower-precision parameters float32, in place, with their gradients. Rests of optimizers become part of them."""
         self._dtypes.update({param: param.dtype for param in params})
-        for param in params:
-            rests = [state.pop("rest") for one in optimizers if "rest" in (state := one.state.get(param) or {})]
-            lower = param.detach()
-            _change_dtype(param, torch.float32)
-            if rests:
-                kernels.multi_tensor_join([lower], rests[:1], [param.detach()])
+        with _joining_rests(params, optimizers):
+            for param in params:
+                _change_dtype(param, torch.float32)
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
         """The dtype that each tensor came in, the values rounded; what that lacks goes to the optimizer that keeps rests."""
@@ -120,9 +117,7 @@ class Incoming:
         for optimizer in optimizers:
             for param in params_of(optimizer) if getattr(optimizer, "rests", False) is True else ():
                 if param in self._dtypes and param.dtype is torch.float32 and param not in found:
-                    lower = torch.empty_like(param, dtype=self._dtypes[param], requires_grad=False)
-                    rest = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
-                    kernels.multi_tensor_split([param.detach()], [lower], [rest])
+                    lower, rest = kernels.parted(param, self._dtypes[param])
                     found[param] = rest, lower, optimizer
         return found
 
@@ -137,6 +132,34 @@ class Incoming:
                 module.flatten_parameters()
 
 
+@contextmanager
+def _joining_rests(params: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> Iterator[None]:
+    """Parameters that become float32 inside get what the optimizers have kept of their values."""
+    states = [(param, optimizer.state.get(param) or {}) for param in params for optimizer in optimizers]
+    rests = [(param, param.detach(), state.pop("rest")) for param, state in states if "rest" in state]
+    yield
+    for param, lower, rest in rests:
+        kernels.multi_tensor_join([lower], [rest], [param.detach()])
+
+
+def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
+    """Make sharded parameters that came in lower precision float32, with their state; returns what they came in, if they did.
+
+    For good: FSDP2 has its own record of their storage, which follows a change of dtype only through ``_apply`` and before its
+    first forward.
+    """
+    lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
+    if not lower:
+        return None
+    with _joining_rests(list(lower), optimizers):
+        model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
+    for optimizer in optimizers:
+        for param, state in states_to_cast(optimizer):
+            if param in lower:
+                state.update(cast_state(state, torch.float32))
+    return next(iter(lower.values()))
+
+
 def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
     """The parameters of these optimizers."""
     return {param for optimizer in optimizers for param in params_of(optimizer)}
@@ -148,7 +171,7 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
     trains_in = "float32" if plan.master_weights else plan.cast_model_type
     deed = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
     for model in models:
-        if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
+        if fsdp_modules(model) and (dtype := widen_sharded(model, optimizers)) is not None:
             found = f"The sharded {type(model).__name__} came in {dtype}"
             lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
     held = held_by(optimizers)

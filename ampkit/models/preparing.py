@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import kernels
 from ..casting.narrow_gradients import follow_dtype, keep_hooks_in_dtype
-from ..dtypes import CASTABLE, LOWER_PRECISION
+from ..casting.state import stored
+from ..dtypes import CASTABLE
 from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules
 from . import forward, sharded
-from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
-from .float32_values import Float32Value, Loans, put_gradient
+from .copies import need_no_plain_copies, remove_hooks
+from .float32_values import LOANS_KEY, Float32Value, Loans, lower_entries, put_gradient
 from .forward import ForwardCasts
 from .keep_fp32 import NOT_TRAINED, Kept
-from .records import CastModel, go_by_record, lower_entries, record_of
+from .records import go_by_values
 
 WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
 Plan = Any  # plan.py's, which stands above this room
@@ -48,18 +50,17 @@ def prepare_models(
     kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
 
     def restore(model: nn.Module) -> None:
-        restore_weights(model, originals)
+        restore_weights(model, loans, originals)
 
     for model in models:
         undo.if_alive(forward.uninstall, model)
         if plan.stores_weights:
             undo.if_alive(restore, model)
     for index, model in enumerate(models if plan.stores_weights else ()):
-        precision, why_kept = plan.cast_model_type, kept[index].why_kept if plan.casts_weights else _as_they_are
-        if not plan.casts_weights:
-            precision = next((p.dtype for p in model.parameters() if p.dtype in LOWER_PRECISION), None)
-        if precision is not None and not fsdp_modules(model):  # FSDP2 casts what it gathers
-            _cast_weights(model, CastModel(precision, loans), why_kept, bool(plan.master_weights), values, originals)
+        if not fsdp_modules(model):  # FSDP2 casts what it gathers
+            _cast_weights(
+                model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, values, originals
+            )
     if any(data.is_cpu and data.is_shared() for data, _ in originals.values()):
         logger.warning(
             "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
@@ -78,9 +79,9 @@ def _as_they_are(module: nn.Module, param: nn.Parameter) -> str:
 
 def _cast_weights(
     model: nn.Module,
-    whole: CastModel,
+    plan: Plan,
     why_kept: WhyKept,
-    has_masters: bool,
+    loans: Loans,
     values: dict[torch.Tensor, Float32Value],
     originals: Originals,
 ) -> None:
@@ -89,54 +90,39 @@ def _cast_weights(
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # has no weights here: see validation.py
             continue
-        if (part := record_of(module)) is not None:
-            if part is not whole and part not in whole.parts:
-                whole.parts.append(part)
+        if LOANS_KEY in module.__dict__:  # part of a model before
             continue
-        go_by_record(module, whole)  # first, so that what fails halfway is undone
+        go_by_values(module, loans)  # first, so that what fails halfway is undone
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
             why = why_kept(module, param)
             if why is NOT_TRAINED:
-                whole.as_they_came[id(param)] = param
-                continue
-            if param.dtype is torch.float32 and why is not None:
-                whole.kept.append(param)
-                continue
-            if param not in values:
+                stored[param] = None
+            elif param not in values and (why is None or param.dtype is not torch.float32):
                 originals[param] = (param.data, param.grad)
-                values[param] = _cast(param, whole, has_masters)
-                if _exceeds(originals[param][0], whole.lower_precision):
+                values[param] = stored[param] = _cast(param, plan, loans)
+                if _exceeds(originals[param][0], values[param].dtype):
                     too_large.append(f"{prefix}.{name}" if prefix else name)
-            whole.add(param, values[param])
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    # Not a bias that is in a layer too.
-    whole.kept = [param for param in whole.kept if id(param) not in whole.parameters]
     if too_large:
-        _warn_of_large(too_large, whole.lower_precision)
+        logger.warning(
+            "%s holds values above 65504, the largest that float16 has (%d tensors do): they are that now. Use bfloat16 (O5), or "
+            "keep_fp32= for the module.",
+            printable(too_large[0]),
+            len(too_large),
+        )
 
 
-def _warn_of_large(names: list[str], precision: torch.dtype) -> None:
-    logger.warning(
-        "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
-        "keep_fp32= for the module.",
-        printable(names[0]),
-        torch.finfo(precision).max,
-        precision,
-        len(names),
-    )
-
-
-def _cast(tensor: torch.Tensor, whole: CastModel, has_master: bool) -> Float32Value:
-    """Cast a tensor in place. Where it ``has_master``, a rest keeps its float32 value, and its gradient stays float32."""
-    entry, gradient = Float32Value(whole.loans), tensor.grad
-    if has_master:
-        lower = entry.split(tensor.detach().float(), whole.lower_precision)
+def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
+    """Cast a tensor in place. With master weights a rest keeps its float32 value, and its gradient stays float32."""
+    entry, gradient = Float32Value(loans, plan.cast_model_type if plan.casts_weights else tensor.dtype), tensor.grad
+    if plan.master_weights:
+        lower, entry.rest = kernels.parted(tensor.detach().float(), entry.dtype)
     else:
-        lower = tensor.detach().to(whole.lower_precision)
-        gradient = None if gradient is None else gradient.to(whole.lower_precision)
+        lower = tensor.detach().to(entry.dtype)
+        gradient = None if gradient is None else gradient.to(entry.dtype)
     # All memory is there: what follows does not fail.
     tensor.grad, tensor.data = None, lower
     put_gradient(tensor, gradient)
@@ -151,30 +137,31 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((original.isfinite() & (original.abs() > torch.finfo(dtype).max)).any())
 
 
-def restore_weights(model: nn.Module, originals: Originals) -> None:
+def restore_weights(model: nn.Module, loans: Loans, originals: Originals) -> None:
     """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
-    record = record_of(model)
-    every = record.every_cast if record is not None else ()  # also of layers that a script has exchanged
-    entries = dict([*lower_entries(model), *every])
+    ours = [(param, entry) for param, entry in stored.items() if entry is not None and entry.loans is loans]
+    entries = dict([*lower_entries(model), *ours])  # also of layers that a script has taken out
 
     def restore(param: torch.Tensor, entry: Float32Value) -> None:
-        is_as_cast = record is None or param.dtype is record.lower_precision
-        value = entry.current(param) if is_as_cast else param.detach().float()
+        value = entry.current(param) if param.dtype is entry.dtype else param.detach().float()
         value, gradient = originals.get(param) or (value, param.grad)
+        del stored[param]
         param.grad, param.data = None, value
         follow_dtype(param)
         fits = gradient is not None and gradient.shape == param.shape  # not after ``p.data = ...`` of another shape
         param.grad = gradient.to(param.dtype) if fits else None
 
     def forget(module: nn.Module) -> None:
-        module.__dict__.pop(RECORD_KEY, None)
+        module.__dict__.pop(LOANS_KEY, None)
         remove_hooks(module)
         need_no_plain_copies(module)
+        for param in module.parameters(recurse=False):
+            stored.pop(param, None)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
-    loans = () if record is None else ((record.loans.end, None, False),)
-    run_all([*loans, *((restore, *pair) for pair in entries.items()), *((forget, part) for part in model.modules())])
+    restored = ((restore, *pair) for pair in entries.items())
+    run_all([(loans.end, None, False), *restored, *((forget, part) for part in model.modules())])
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:

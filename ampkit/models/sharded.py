@@ -6,43 +6,13 @@ At O2, O3 and O5 the sharded parameters stay float32, and FSDP2 casts them while
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_state, params_of, states_to_cast
-from ..dtypes import LOWER_PRECISION
 from ..patching import Undo
 from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
-
-
-def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
-    """Make sharded parameters that came in lower precision float32, with the state that optimizers have for them.
-
-    Returns the dtype that they came in, None where there were none. For good: FSDP2 has its own record of their storage, which
-    follows a change of dtype only through ``_apply`` and before its first forward.
-    """
-    lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
-    if not lower:
-        return None
-    rests = [
-        (param, param.detach(), state.pop("rest"))
-        for optimizer in optimizers
-        for param in params_of(optimizer)
-        if param in lower and "rest" in (state := optimizer.state.get(param) or {})
-    ]
-    model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
-    for param, weight, rest in rests:
-        kernels.multi_tensor_join([weight], [rest], [param.detach()])
-    for optimizer in optimizers:
-        for param, state in states_to_cast(optimizer):
-            if param in lower:
-                state.update(cast_state(state, torch.float32))
-    return next(iter(lower.values()))
 
 
 def keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:

@@ -1,7 +1,5 @@
 """The places where torch itself reads or writes weights of an initialized model: export, averages, torch.distributed.
 
-A program of torch.export shares its parameters with the model. `close` turns those of a cast model into float32 in place, which
-a program in lower precision could not run with: it gets its own. An ``AveragedModel`` is float32, and so is what it is made of.
 Ranks are to be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
 rest, on the rank that a broadcast comes from too. Where DistributedDataParallel gives every process the weights of one, when it is
 made and at the end of ``join()``, rests go with them.
@@ -26,8 +24,7 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
-from .float32_values import Float32Value
-from .records import lower_entries
+from .float32_values import Float32Value, lower_entries
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -151,7 +148,9 @@ def _exporting(original: Any) -> Any:
         for model in initialized:
             watchers[model].before_forward(model)
         program = original(mod, *args, **kwargs)
-        if any(True for model in initialized for _ in lower_entries(model)):
+        if any(
+            True for model in initialized for _ in lower_entries(model)
+        ):  # `close` makes those of the model float32, in place
             copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
             program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
         return program

@@ -25,16 +25,8 @@ def float32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         elif id(tensor) in copies:  # tied
             found[name] = copies[id(tensor)]
         else:
-            found[name] = copies[id(tensor)] = _value(tensor, optimizer.state.get(tensor, {}).get("rest"))
+            found[name] = copies[id(tensor)] = kernels.joined(tensor, optimizer.state.get(tensor, {}).get("rest"))
     return found
-
-
-def _value(tensor: Tensor, rest: Tensor | None) -> Tensor:
-    if rest is None:
-        return tensor.detach().float()
-    value = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False)
-    kernels.multi_tensor_join([tensor.detach()], [rest], [value])
-    return value
 
 
 @torch.no_grad()

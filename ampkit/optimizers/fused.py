@@ -306,7 +306,7 @@ class FusedOptimizer(KeepsState):
         batches = self.batches(group)
         if batches:
             for batch in batches:
-                batch.states = self.states_of(batch.params)
+                batch.states = [self.state[param] for param in batch.params]
             for step, batch in self.counted(group, batches):
                 self.update(group, batch, step)
 

@@ -20,7 +20,7 @@ import torch
 
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
-from .moments import Storage, are_same
+from .moments import Storage
 from .scales import refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
@@ -77,21 +77,6 @@ class KeepsState(torch.optim.Optimizer):
                 type(self).__name__,
                 len(lost),
             )
-
-    def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
-        if len(params) == 1:
-            return [self.state[params[0]]]
-        states: list[dict[str, Any]]
-        cache: dict[int, Any] = self.__dict__.setdefault("_states", {})
-        found = cache.get(id(params[0]))
-        if found is not None:
-            before, states, keys, values = found
-            if are_same(before, params) and are_same(keys, self.state) and are_same(values, self.state.values()):
-                return states
-        states = [self.state[param] for param in params]
-        cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
-        return states
 
     def own_count(self, step: torch.Tensor | None, params: list[torch.Tensor]) -> torch.Tensor:
         """The step count that these parameters, and no others, share: ``step``, or a copy where others hold it too."""

@@ -245,7 +245,7 @@ struct PastAutocast {
   }
 };
 
-// Note [where casts are off] in ampkit/casting/state.py: whether Python has to look at such a call.
+// "Where the tables hold" in ampkit/models/NOTES.md: whether Python has to look at such a call.
 bool may_hold_lower_precision(PyObject* const* args, Py_ssize_t total) {
   for (Py_ssize_t i = 0; i < total; ++i) {
     if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type()) : !holds_no_tensors(args[i])) return true;

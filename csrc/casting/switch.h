@@ -44,7 +44,7 @@ inline bool is_on_our_device(const Switch* control, const at::Tensor& tensor) {
   return false;
 }
 
-// Note [narrow results] in ampkit/casting/state.py.
+// "Narrow results" in ampkit/casting/NOTES.md.
 inline bool is_narrow(const Switch* control) { return control->stores && at::autocast::is_autocast_cache_enabled(); }
 
 // Whether a region of torch.autocast asks for a lower precision that is neither the session's nor torch's default.

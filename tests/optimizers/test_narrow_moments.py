@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.kernels import moments
-from ampkit.models.sharded import widen_sharded
+from ampkit.models.incoming import widen_sharded
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 BF16 = torch.bfloat16

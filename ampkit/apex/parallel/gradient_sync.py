@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ...models.records import lower_entries
+from ...models.float32_values import lower_entries
 
 
 @dataclass(frozen=True)
