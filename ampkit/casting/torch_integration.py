@@ -27,7 +27,7 @@ from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from .state import CastingState, number_of_regions, past_autocast
+from .state import CastingState, number_of_regions, past_autocast, stored
 
 _AUTOCAST_KEY = "_ampkit_autocast"
 _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
@@ -251,9 +251,21 @@ def _without_casts_of_proxies(engine: Any, trace: Callable) -> Callable:
         if isinstance(tracer, on_tensors):
             return trace(tracer, *args, **kwargs)
         with engine.disabled():
-            return trace(tracer, *args, **kwargs)
+            graph = trace(tracer, *args, **kwargs)
+        _read_in_float32(graph, tracer.root)
+        return graph
 
     return call
+
+
+def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
+    """Have weights that are stored beside rests be read so: nothing casts what generated code gives to functions of torch."""
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        entry = stored.get(functools.reduce(getattr, node.target.split("."), root))
+        if entry is not None and entry.rest is not None:
+            with graph.inserting_after(node):
+                value = graph.call_method("float", (node,))
+            node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
 def _seeing_through(function: Callable, engine: Any) -> Callable:
