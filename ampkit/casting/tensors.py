@@ -24,7 +24,7 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 _traced = torch.compiler.is_dynamo_compiling
 
-_LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.nn.Module, type)
+LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.nn.Module, type)
 
 
 def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] = ()) -> T:
@@ -38,7 +38,7 @@ def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] 
         return fn(value)
     if _traced():
         return _map_in_trace(value, fn)
-    if isinstance(value, _LEAVES) or id(value) in _inside:
+    if isinstance(value, LEAVES) or id(value) in _inside:
         return value
     rebuild = _rebuilder(value)
     if rebuild is None:
@@ -106,7 +106,7 @@ def _map_in_trace(value: Any, fn: Callable) -> Any:
     """`map_tensors` in the terms that dynamo understands. Every container is a new one."""
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, _LEAVES):
+    if isinstance(value, LEAVES):
         return value
     if isinstance(value, tuple):
         items = [_map_in_trace(item, fn) for item in value]
