@@ -40,7 +40,7 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
-from .models.float32_values import Float32Value, Loans, lower_entries
+from .models.float32_values import Float32Value, lower_entries
 from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
 from .models.records import LeftAs, note_new_modules, parameters_now, sync_weights
@@ -163,15 +163,15 @@ class Session:
         trained = None
         if plan.stores_what_is_trained and optimizers:
             trained = {param for param in held_by(optimizers) if param.requires_grad}
-        values = prepare_models(models, plan, Loans(), trained, originals, undo)
+        prepare_models(models, plan, trained, originals, undo)
         self._watch(models)
         self._patch_torch()
-        self._prepare_optimizers(optimizers, values)
+        self._prepare_optimizers(optimizers)
         if plan.casts_calls:
             self._start_casting()
         self._forget_traces()
-        for model in models if plan.stores_weights else ():
-            note_weights(model)
+        if plan.stores_weights:
+            note_weights()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
             state.update(cast)
@@ -235,14 +235,14 @@ class Session:
             self._left_as[model] = parameters_now(model)
             watchers[model] = self
 
-    def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
+    def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
         slots = Slots()
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
-            for inner in (optimizer, *inner_optimizers(optimizer)) if values else ():
+            for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
                 self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
-                copies.hand_out_plain_state(inner, values)
+                copies.hand_out_plain_state(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
         unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
@@ -354,7 +354,7 @@ class Session:
         if sync_weights(model, self._left_as[model]):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         if self.plan.stores_weights and torch.distributed.is_available() and torch.distributed.is_initialized():
-            note_weights(model)
+            note_weights()
         if self.casting is not None:
             self._cast_where_it_is(model)
             self.casting.catch_up()

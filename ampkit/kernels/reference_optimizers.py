@@ -4,9 +4,9 @@ A step updates ``params`` and states in place, and writes the new values, rounde
 in one pass. A formula (`adam`, ...) says what becomes of float32 gradients, parameters and states; `formula` widens them before,
 and rounds and writes them after. Where a parameter is wider than float32, its update is.
 
-Every step takes, besides the settings of its rule, `Common` ones: ``lr`` and ``step``, the number of this step, 1 for the first;
-``inv_scale`` (1 / loss scale) and ``clip``, by which ``grads`` are multiplied, which are only read; and ``found_inf``, with which
-nothing is written where it is not 0. Each may be a tensor of one element, on any device.
+Every step takes, besides the settings of its rule, what `step_arguments` does: ``lr`` and ``step``, the number of this step, 1 for
+the first; ``inv_scale`` (1 / loss scale) and ``clip``, by which ``grads`` are multiplied, which are only read; and ``found_inf``,
+with which nothing is written where it is not 0. Each may be a tensor of one element, on any device.
 
 Where ``lower`` holds int16 (SGD's and Adam's), it is the rest of a weight in lower precision (split.py), and the two are updated
 together, in float32. SGD and Adam also take moments in 8 bits, and round by random numbers: moments.py.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +25,6 @@ from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.moments import MOMENTS, PARAM, Rounding, unpack
 from ampkit.kernels.routing import Number, Tensors, number, on, serve
 from ampkit.kernels.split import join, split
-
-if TYPE_CHECKING:
-    from typing import NotRequired, Unpack
-
-    class Common(TypedDict):
-        """What every step takes."""
-
-        lr: Number
-        step: NotRequired[Number]
-        inv_scale: NotRequired[Number | None]
-        clip: NotRequired[Number | None]
-        found_inf: NotRequired[Tensor | None]
-
-    class Drawn(Common):
-        """What a step takes that may round by random numbers: `ampkit.kernels.moments.Rounding`."""
-
-        positions: NotRequired[Tensor | None]
-        seed: NotRequired[int]
-        round_params: NotRequired[bool]
 
 
 class _Settings:
@@ -135,7 +116,7 @@ def multi_tensor_sgd(
     first_run: bool = False,
     wd_after_momentum: bool = False,
     trust: Tensor | None = None,
-    **common: Unpack[Drawn],
+    **common: Any,
 ) -> None:
     """Stochastic gradient descent; ``momenta`` is not looked at where ``momentum`` is 0.
 
@@ -180,7 +161,7 @@ def multi_tensor_adam(
     decoupled: bool,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
-    **common: Unpack[Drawn],
+    **common: Any,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}

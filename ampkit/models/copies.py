@@ -11,13 +11,12 @@ import functools
 import multiprocessing.context
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..casting.tensors import params_of
+from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from .float32_values import lower_in
 
@@ -100,16 +99,15 @@ def _copy_as_one(lower: nn.Parameter, value: nn.Parameter, memo: dict[int, Any])
         copy._keep_alive(value, memo)
 
 
-def hand_out_plain_state(optimizer: Any, values: Mapping[torch.Tensor, Any]) -> None:
+def hand_out_plain_state(optimizer: Any) -> None:
     """Have copies and pickles of an optimizer over lower-precision weights hold the parameters that copies of the modules hold.
 
-    ``values`` are the `Float32Value` of the weights. Moments become float32 as well: torch's optimizers cannot mix dtypes.
+    Moments become float32 as well: torch's optimizers cannot mix dtypes.
     """
-    held = {param: values[param] for param in params_of(optimizer) if param in values}
-    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), held)
+    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer))
 
 
-def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
+def _plain_state(ref: weakref.ref) -> Any:
     optimizer = ref()
     own = type(optimizer).__getstate__(optimizer)
     if not isinstance(own, dict) or not {"state", "param_groups"} <= own.keys():
@@ -118,8 +116,8 @@ def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
     def plain(thing: Any) -> Any:
         if not isinstance(thing, torch.Tensor):
             return thing
-        if thing in values:
-            return values[thing].in_copies(thing)
+        if (entry := stored.get(thing)) is not None:
+            return entry.in_copies(thing)
         return thing.float() if thing.dtype in LOWER_PRECISION else thing
 
     groups = [{**group, "params": [plain(param) for param in group["params"]]} for group in own["param_groups"]]

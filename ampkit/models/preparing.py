@@ -33,18 +33,13 @@ Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(
-    models: Sequence[nn.Module],
-    plan: Plan,
-    loans: Loans,
-    trained: set[torch.Tensor] | None,
-    originals: Originals,
-    undo: Undo,
-) -> dict[torch.Tensor, Float32Value]:
-    """Have these models compute as the plan says; returns the float32 value behind each tensor that was cast.
+    models: Sequence[nn.Module], plan: Plan, trained: set[torch.Tensor] | None, originals: Originals, undo: Undo
+) -> None:
+    """Have these models compute as the plan says.
 
     ``trained`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
     """
-    values: dict[torch.Tensor, Float32Value] = {}
+    loans = Loans()
     keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
     keeps_norms = bool(plan.keep_batchnorm_fp32)
     kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
@@ -58,9 +53,7 @@ def prepare_models(
             undo.if_alive(restore, model)
     for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
-            _cast_weights(
-                model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, values, originals
-            )
+            _cast_weights(model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, originals)
     if any(data.is_cpu and data.is_shared() for data, _ in originals.values()):
         logger.warning(
             "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
@@ -69,7 +62,6 @@ def prepare_models(
         )
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
-    return values
 
 
 def _as_they_are(module: nn.Module, param: nn.Parameter) -> str:
@@ -77,14 +69,7 @@ def _as_they_are(module: nn.Module, param: nn.Parameter) -> str:
     return "as it is"
 
 
-def _cast_weights(
-    model: nn.Module,
-    plan: Plan,
-    why_kept: WhyKept,
-    loans: Loans,
-    values: dict[torch.Tensor, Float32Value],
-    originals: Originals,
-) -> None:
+def _cast_weights(model: nn.Module, plan: Plan, why_kept: WhyKept, loans: Loans, originals: Originals) -> None:
     """Cast every parameter that is not kept, in place. Tied weights share one value, also between models."""
     too_large: list[str] = []
     for prefix, module in model.named_modules():
@@ -99,10 +84,10 @@ def _cast_weights(
             why = why_kept(module, param)
             if why is NOT_TRAINED:
                 stored[param] = None
-            elif param not in values and (why is None or param.dtype is not torch.float32):
+            elif param not in stored and (why is None or param.dtype is not torch.float32):
                 originals[param] = (param.data, param.grad)
-                values[param] = stored[param] = _cast(param, plan, loans)
-                if _exceeds(originals[param][0], values[param].dtype):
+                stored[param] = _cast(param, plan, loans)
+                if _exceeds(originals[param][0], param.dtype):
                     too_large.append(f"{prefix}.{name}" if prefix else name)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,12 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import swa_utils
 
+from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
-from .float32_values import Float32Value, lower_entries
+from .float32_values import lower_entries
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -34,17 +34,16 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-_Lying = dict[int, list[tuple[Reference, Float32Value]]]
-#: By model: its lower-precision tensors and their float32 values, by the address of their storage.
-_weights: weakref.WeakKeyDictionary[nn.Module, _Lying] = weakref.WeakKeyDictionary()
+#: Weights that are stored in lower precision, by the address of their storage.
+_lying: dict[int, list[Reference]] = {}
 
 
-def note_weights(model: nn.Module) -> None:
-    """Have the weights of a cast model be found where they lie now."""
-    lying: _Lying = {}
-    for tensor, entry in lower_entries(model):
-        lying.setdefault(tensor.untyped_storage().data_ptr(), []).append((Reference(tensor), entry))
-    _weights[model] = lying
+def note_weights() -> None:
+    """Have stored weights be found where they lie now."""
+    _lying.clear()
+    for weight, entry in stored.items():
+        if entry is not None:
+            _lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
 
 
 def _patch(patches: PatchSet) -> None:
@@ -97,13 +96,12 @@ def _clear_rests(written: Any) -> None:
             _clear_rests(part)
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
         place = written.untyped_storage().data_ptr()
-        for ref, entry in [one for lying in list(_weights.values()) for one in lying.get(place, ())]:
-            weight = ref()
-            if weight is None or weight.untyped_storage().data_ptr() != place:
+        for weight in [ref() for ref in _lying.get(place, ())]:
+            if weight is None or weight not in stored or weight.untyped_storage().data_ptr() != place:
                 continue
             begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps
             if begin < written.data_ptr() + written.nbytes and written.data_ptr() < end:
-                entry.clear_rest()
+                stored[weight].clear_rest()
 
 
 def _with_rests(original: Callable) -> Callable:
@@ -130,10 +128,10 @@ def _with_rests(original: Callable) -> Callable:
 def _averaging(original: Any) -> Any:
     @functools.wraps(original)
     def update_parameters(self: Any, model: nn.Module) -> None:
-        entries = dict(lower_entries(model))
-
         def parameters() -> Iterator[torch.Tensor]:
-            return (entries[param].current(param) if param in entries else param for param in model.parameters())
+            for param in model.parameters():
+                entry = stored.get(param)
+                yield param if entry is None else entry.current(param)
 
         # As much of a model as an average asks for.
         original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))

@@ -6,7 +6,7 @@ torch, by a kernel where there is one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,6 @@ from ..kernels import multi_tensor_l2norm
 from ..kernels.checks import check_lists, compute_dtype
 from ..kernels.reference_optimizers import adam, adam_direction, for_each, formula, step_arguments, subtract, take_step
 from ..kernels.routing import Number, Tensors
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from ..kernels.reference_optimizers import Common
 
 
 def multi_tensor_adagrad(
@@ -31,7 +26,7 @@ def multi_tensor_adagrad(
     eps: float,
     decoupled: bool = False,
     weight_decay: float = 0.0,
-    **common: Unpack[Common],
+    **common: Any,
 ) -> None:
     """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
     lists = {"grads": grads, "params": params, "sums": sums}
@@ -67,7 +62,7 @@ def multi_tensor_lamb(
     bias_correction: bool = True,
     grad_averaging: bool = True,
     trusts: bool = True,
-    **common: Unpack[Common],
+    **common: Any,
 ) -> None:
     """LAMB (You et al. 2020, algorithm 2): Adam's direction; where ``trusts``, a step as long as ``lr`` times the weights' norm.
 
@@ -116,7 +111,7 @@ def multi_tensor_novograd(
     reg_inside_moment: bool = False,
     norm_type: int = 2,
     grad_norms: Tensor | None = None,
-    **common: Unpack[Common],
+    **common: Any,
 ) -> None:
     """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
 
@@ -132,7 +127,9 @@ def multi_tensor_novograd(
 
 
 @torch.no_grad()
-def _moved_norms(norms: Tensor, grads: Tensors, now: Any, norm_type: int, beta2: float, common: Common) -> Tensor:
+def _moved_norms(
+    norms: Tensor, grads: Tensors, now: Any, norm_type: int, beta2: float, common: dict[str, Any]
+) -> Tensor:
     if now is None:
         now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else tensor_norms(grads, norm_type)
         for factor in (common.get("inv_scale"), common.get("clip")):
