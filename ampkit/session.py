@@ -267,12 +267,9 @@ class Session:
         if casting is not before:
             if before is not None:
                 before.close()
-                casting.follow(before)
                 for session in _sessions_of(before):
                     session.casting = casting
             casting.install()
-        if plan.has_narrow_results:
-            casting.store()
         self._restart_device_types()
         casting.switch_on_here()
 
@@ -281,8 +278,6 @@ class Session:
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if self.plan.has_narrow_results:
-            casting.store_no_more()
         if others := _sessions_of(casting):
             if not any(session.plan.patch_torch_functions for session in others):
                 casting.end_scope_of_process()
@@ -292,9 +287,11 @@ class Session:
 
     @staticmethod
     def _restart_device_types() -> None:
-        """Have the engine cast where the models of its sessions live, and there only."""
+        """Have the engine cast where the models of its sessions live, and there only; it hears whether results are narrow."""
         casting = active_casting()
-        casting.cast_on(device_types([model for session in _sessions_of(casting) for model in session.models]))
+        sessions = _sessions_of(casting)
+        here = device_types([model for session in sessions for model in session.models])
+        casting.cast_on(here, stores=any(session.plan.has_narrow_results for session in sessions))
 
     # The iteration
 

@@ -74,7 +74,7 @@ class Casting:
         self.device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
-        self._storing = 0  # sessions whose calls are cast inside of their models, with narrow results
+        self._stores = False  # whether models have narrow results
         #: In the forward of models of other levels too, which is off otherwise: `amp.init` of the drop-in asks for it.
         self.covers_every_model = False
         self._patches = PatchSet()
@@ -126,6 +126,7 @@ class Casting:
         Where a thread cannot be switched off for good yet, wrappers stay in place until it can: see Note [plain places].
         """
         global _active, _leaving
+        self._stores = False
         self._end()
         compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
@@ -174,9 +175,12 @@ class Casting:
         packages = {group.package for group in tables_for(self.policy.base)}
         self._awaited = tuple(sorted(package for package in packages if not is_loaded(package)))
 
-    def cast_on(self, device_types: Iterable[str]) -> None:
-        """Cast tensors on these device types and no others."""
+    def cast_on(self, device_types: Iterable[str], stores: bool | None = None) -> None:
+        """Cast tensors on these device types and no others; ``stores`` says whether models have narrow results."""
         device_types = frozenset(device_types)
+        if stores is not None:
+            self._stores = stores
+            self._tell_state()
         if device_types != self.device_types:
             self.device_types = device_types
             self._describe()
@@ -225,23 +229,10 @@ class Casting:
             return nullcontext()
         return state.region(True, narrow_in, narrow=narrow_in is not None)
 
-    def follow(self, earlier: Casting) -> None:
-        """Before `install`: go on for the sessions of an engine that was closed."""
-        self._storing, self.device_types = earlier._storing, earlier.device_types
-
     def end_scope_of_process(self) -> None:
         """Cast in the forward of models only, from now on."""
         self.scope = "forward"
         self._switch_off_here()
-
-    def store(self) -> None:
-        """A session's models have narrow results, until `store_no_more`."""
-        self._storing += 1
-        self._tell_state()
-
-    def store_no_more(self) -> None:
-        self._storing -= 1
-        self._tell_state()
 
     @property
     def paused(self) -> bool:
@@ -283,7 +274,7 @@ class Casting:
         mark_regions(self.state.device_types)
 
     def _tell_state(self) -> None:
-        self.state.set(self._installed and not self._paused, self.device_types, self._storing > 0)
+        self.state.set(self._installed and not self._paused, self.device_types, self._stores)
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
