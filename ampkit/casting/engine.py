@@ -159,10 +159,7 @@ class Casting:
 
     def catch_up(self) -> None:
         """Put the rows of packages that were loaded since `install` in place."""
-        for package in self._awaited:
-            if is_loaded(package):
-                break
-        else:
+        if not any(map(is_loaded, self._awaited)):
             return
         self._await_packages()
         for rule in self.policy.rules(_registered.values()):

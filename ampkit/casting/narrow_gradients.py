@@ -60,16 +60,16 @@ stored_gradient = (lambda param: param.grad) if _library is None else _library.s
 """A function of a parameter: its gradient as it is stored."""
 
 
-def note_set_aside(param: Tensor) -> None:
-    """A block has set the gradient of this parameter aside."""
-    if _library is not None:
-        _library.note_set_aside(param)
+note_set_aside: Callable[[Tensor], None] = (lambda param: None) if _library is None else _library.note_set_aside
+"""A block has set the gradient of this parameter aside."""
 
+is_set_aside: Callable[[Tensor], bool] = (lambda param: True) if _library is None else _library.is_set_aside
+"""Whether no script has written None to ``p.grad`` since `note_set_aside`; forgets that. True where writes are not seen."""
 
-def is_set_aside(param: Tensor) -> bool:
-    """Whether no script has written None to ``p.grad`` since `note_set_aside`; forgets that. True where writes are not seen."""
-    return _library is None or _library.is_set_aside(param)
-
+takes_narrow_gradients: Callable[[Any], bool] = (
+    (lambda tensor: False) if _library is None else _library.takes_narrow_gradients
+)
+"""Whether gradients of this may be narrow."""
 
 read_narrow: Callable[[bool], bool] = bool if _library is None else _library.read_narrow
 """Says whether ``p.grad`` is read as it is stored from now on, in this thread; returns what held before.
@@ -86,11 +86,6 @@ def past_the_getter() -> Iterator[None]:
         yield
     finally:
         read_narrow(before)
-
-
-def takes_narrow_gradients(tensor: Any) -> bool:
-    """Whether gradients of this may be narrow."""
-    return _library is not None and _library.takes_narrow_gradients(tensor)
 
 
 class RowsOfTable(torch.autograd.Function):

@@ -33,21 +33,20 @@ def hand_out_plain_copies(module: nn.Module) -> None:
         module.__dict__[name] = functools.partial(function, ref)
 
 
-def need_no_plain_copies(module: nn.Module) -> None:
-    """Undo `hand_out_plain_copies`, if nothing of ours is left on the module."""
-    if not any(key.startswith(_PREFIX) for key in module.__dict__):
-        for name in _METHODS:
-            module.__dict__.pop(name, None)
-
-
-def remove_hooks(module: nn.Module) -> None:
-    """Take every hook that this package has put on the module away."""
-    for key, hooks in vars(module).items():
-        for number, hook in list(hooks.items()) if key.endswith("_hooks") and isinstance(hooks, dict) else ():
-            # torch wraps hooks of load_state_dict.
-            if getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}."):
-                del hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+def take_off(module: nn.Module) -> None:
+    """Take everything away that this package has put on a module."""
+    attributes = module.__dict__
+    if INNER_FORWARD_KEY in attributes:
+        attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
+    for key, value in list(attributes.items()):
+        if key in _METHODS or key.startswith(_PREFIX):
+            del attributes[key]
+        elif key.endswith("_hooks") and isinstance(value, dict):
+            for number, hook in list(value.items()):
+                # torch wraps hooks of load_state_dict.
+                if getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}."):
+                    del value[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def stand_in(module: nn.Module) -> nn.Module:
@@ -55,12 +54,9 @@ def stand_in(module: nn.Module) -> nn.Module:
     plain = object.__new__(type(module))
     attributes = plain.__dict__
     for key, value in module.__dict__.items():
-        if key == INNER_FORWARD_KEY:
-            attributes["forward"] = value
-        elif key not in _METHODS and not key.startswith(_PREFIX):
-            is_of_hooks = key.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict)
-            attributes[key] = value.copy() if is_of_hooks else value
-    remove_hooks(plain)
+        is_of_hooks = key.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict)
+        attributes[key] = value.copy() if is_of_hooks else value
+    take_off(plain)
     float32 = {id(tensor): value for tensor, value in _float32_values(module)}
     parameters = attributes["_parameters"]
     attributes["_parameters"] = type(parameters)((name, float32.get(id(p), p)) for name, p in parameters.items())

@@ -29,7 +29,7 @@ from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import SharedPatches, Undo, shared_patch
 from ..registry import watchers
-from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
+from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, take_off
 from .float32_values import lower_entries
 
 CASTS_KEY = "_ampkit_casts"
@@ -129,11 +129,7 @@ def uninstall(model: nn.Module) -> None:
     """Undo `install` for the model itself."""
     watchers.pop(model, None)
     compiled_models.forget(model)
-    remove_hooks(model)
-    model.__dict__.pop(CASTS_KEY, None)
-    if INNER_FORWARD_KEY in model.__dict__:
-        model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
-    need_no_plain_copies(model)
+    take_off(model)
 
 
 def cast_inputs(function: Callable) -> Callable:

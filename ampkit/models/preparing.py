@@ -20,7 +20,7 @@ from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules
 from . import forward, sharded
-from .copies import need_no_plain_copies, remove_hooks
+from .copies import take_off
 from .float32_values import LOANS_KEY, Float32Value, Loans, lower_entries, put_gradient
 from .forward import ForwardCasts
 from .keep_fp32 import NOT_TRAINED, Kept
@@ -137,9 +137,7 @@ def restore_weights(model: nn.Module, loans: Loans, originals: Originals) -> Non
         param.grad = gradient.to(param.dtype) if fits else None
 
     def forget(module: nn.Module) -> None:
-        module.__dict__.pop(LOANS_KEY, None)
-        remove_hooks(module)
-        need_no_plain_copies(module)
+        take_off(module)
         for param in module.parameters(recurse=False):
             stored.pop(param, None)
         if isinstance(module, nn.RNNBase):

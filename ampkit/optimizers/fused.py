@@ -329,8 +329,6 @@ class FusedOptimizer(KeepsState):
         batches: dict[Any, Batch] = {}
         if self in KEEPERS:
             self.leave_out_rests([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
-        batch: Batch | None = None
-        last = None
         for param in group["params"]:
             gradient = inputs.gradient_of(param)
             if gradient is None:
@@ -342,12 +340,10 @@ class FusedOptimizer(KeepsState):
                     "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
                 )
             key = (rest is None, param.device)
-            if batch is None or key != last:
-                last, batch = key, batches.get(key)
-                if batch is None:
-                    batch = batches[key] = Batch([], [], inv_scale=inv_scale, found_inf=inputs.found_inf)
-                    if rest is not None:
-                        batch.lower, batch.clip = [], inputs.clip
+            if (batch := batches.get(key)) is None:
+                batch = batches[key] = Batch([], [], inv_scale=inv_scale, found_inf=inputs.found_inf)
+                if rest is not None:
+                    batch.lower, batch.clip = [], inputs.clip
             batch.params.append(param)
             batch.grads.append(gradient)
             if batch.lower is not None and rest is not None:
@@ -372,13 +368,10 @@ class FusedOptimizer(KeepsState):
                 yield 1.0, batch
                 continue
             one_more = batch.one_more()
-            steps = [state.get("step") for state in batch.states]
             holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
-            if len(set(map(id, steps))) == 1:
-                holders[0] = (steps[0], list(range(len(steps))))
-            else:
-                for i, step in enumerate(steps):
-                    holders.setdefault(id(step), (step, []))[1].append(i)
+            for i, state in enumerate(batch.states):
+                step = state.get("step")
+                holders.setdefault(id(step), (step, []))[1].append(i)
             for shared, indices in holders.values():
                 part = batch.part(indices)
                 step = self.own_count(shared, part.params)
