@@ -172,23 +172,15 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
         return method(model, *args, **kwargs)
 
 
-#: Submodules of models whose calls are cast over float32 weights, inside of the models alone; and in which precision.
-_parts: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDictionary()
-_IN_A_PART = ForwardCasts()
+#: Submodules of models whose calls are cast over float32 weights, inside of the models alone; and how.
+_parts: weakref.WeakKeyDictionary[nn.Module, ForwardCasts] = weakref.WeakKeyDictionary()
 
 
 def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """A part of a model that is called alone computes as inside of the model."""
-    if _running.casts is not None or _compiling() or (narrow_in := _parts.get(module)) is None:
+    if _running.casts is not None or _compiling() or (casts := _parts.get(module)) is None:
         return forward(module, *args, **kwargs)
-    if (casting := active_casting()) is None:
-        return forward(module, *args, **kwargs)
-    try:
-        _running.casts = _IN_A_PART
-        with casting.forward_scope(narrow_in):
-            return forward(module, *args, **kwargs)
-    finally:
-        _running.casts = None
+    return _run(module, functools.partial(forward, module), args, kwargs, casts)
 
 
 def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
@@ -197,7 +189,7 @@ def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
     for cls in {type(one): None for one in inside if type(one).forward is not nn.Module.forward}:
         stand_before(cls, {"forward": _forward}, undo)
     for one in inside:
-        _parts[one] = narrow_in
+        _parts[one] = ForwardCasts(casts_calls=True, narrow_in=narrow_in)
         undo.if_alive(lambda module: _parts.pop(module, None), one)
 
 
@@ -211,8 +203,8 @@ _METHODS: dict[str, Around] = {
 
 
 @labelled("forward")
-def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
-    casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
+def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None = None) -> Any:
+    casts = casts or model.__dict__.get(CASTS_KEY)
     outer = _running.casts
     if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
         return function(*args, **kwargs)
