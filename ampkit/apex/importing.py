@@ -192,7 +192,8 @@ class _Finder:
         # "from apex.contrib import xentropy" asks for ampkit.apex.contrib.xentropy, by the name that the package has.
         asked = name.partition(".")[0] in _ROOTS or (apex_name != name and _instead(apex_name) is not None)
         if asked and not _only_looking():
-            raise _not_provided(apex_name)
+            # Without name=, or "from apex import x" would swallow the error and report a poorer one.
+            raise ModuleNotFoundError(f"ampkit's drop-in has no {apex_name!r}. {_advice(apex_name)}")
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
@@ -270,11 +271,6 @@ _METADATA = {
 }
 
 _finder = _Finder()
-
-
-def _not_provided(name: str) -> ModuleNotFoundError:
-    # Without name=, or "from apex import x" would swallow the error and report a poorer one.
-    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_advice(name)}")
 
 
 def _instead(name: str) -> str | None:

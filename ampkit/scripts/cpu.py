@@ -65,7 +65,7 @@ class _DevicesToCPU(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device:  # scripts ask for its type; where it is used, it is mapped
             return func(*args, **kwargs)
-        kwargs = {key: _named(key, value) for key, value in kwargs.items()}
+        kwargs = {key: _to_cpu(value, key == "device") for key, value in kwargs.items()}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _cuda_name(func(*args))
         return func(*_all_to_cpu(args, 1 if func is torch.Tensor.to else None), **kwargs)
@@ -84,11 +84,7 @@ def _to_cpu(value: Any, index_is_device: bool = False) -> Any:
 
 
 def _all_to_cpu(args: tuple, index_at: int | None) -> Iterator[Any]:
-    return (_to_cpu(value, index_is_device=place == index_at) for place, value in enumerate(args))
-
-
-def _named(key: str, value: Any) -> Any:
-    return _to_cpu(value, index_is_device=key == "device")
+    return (_to_cpu(value, place == index_at) for place, value in enumerate(args))
 
 
 def _cuda_name(name: Any) -> Any:
@@ -182,7 +178,8 @@ def _mapped(function: Callable, index_at: int | None = None) -> Callable:
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*_all_to_cpu(args, index_at), **{key: _named(key, value) for key, value in kwargs.items()})
+        kwargs = {key: _to_cpu(value, key == "device") for key, value in kwargs.items()}
+        return function(*_all_to_cpu(args, index_at), **kwargs)
 
     return mapped
 

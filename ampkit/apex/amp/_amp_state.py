@@ -6,7 +6,6 @@ newest ``amp.initialize``, as in Apex; what they say is asked of its session, an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ... import api
 from ...errors import ConfigurationError
+from ...logs import is_rank_zero
 
 
 class AmpState:
@@ -61,17 +61,10 @@ def warn_or_err(message: str) -> None:
 
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Print unless ``_amp_state.verbosity`` is 0; with ``rank0`` on rank 0 only."""
-    if _amp_state.verbosity > 0 and (not rank0 or _rank() == 0):
+    if _amp_state.verbosity > 0 and (not rank0 or is_rank_zero()):
         print(message)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients."""
     return api.master_params(optimizer)
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))

@@ -23,6 +23,8 @@ from ._process_optimizer import warn_of_replaced_methods
 from .opt import OptimWrapper
 from .scaler import LossScaler
 
+disable_casts = api.disable_casts
+
 
 @contextmanager
 def scale_loss(
@@ -68,11 +70,6 @@ def scale_loss(
         scaler.end_block()
     if script_judges:
         _judge_as_the_script_does(scaler, loss_id, found, delay_overflow_check)
-
-
-def disable_casts() -> AbstractContextManager[None]:
-    """O1's casts off inside; nests, and survives exceptions."""
-    return api.disable_casts()
 
 
 class AmpHandle:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -20,16 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: python -m apex.parallel.multiproc script.py [arguments]", file=sys.stderr)
         return 2
     world_size = torch.cuda.device_count() or int(_value(given, "--world-size", "1"))
-    processes, logs = [], []
+    processes = []
     for rank in range(world_size):
         command = _with(_with(given, "--world-size", str(world_size)), "--rank", str(rank))
-        log = open(f"GPU_{rank}.log", "w") if rank else None
-        logs.append(log)
-        processes.append(subprocess.Popen([sys.executable, "-m", "ampkit", "run", *command], stdout=log))
+        with open(f"GPU_{rank}.log", "w") if rank else nullcontext() as log:
+            processes.append(subprocess.Popen([sys.executable, "-m", "ampkit", "run", *command], stdout=log))
     statuses = [process.wait() for process in processes]
-    for log in logs:
-        if log is not None:
-            log.close()
     return next((status for status in statuses if status), 0)
 
 
