@@ -320,17 +320,19 @@ _AS_BEFORE = (
 _AT_LEVELS = {
     "cast_model_type": (
         _AtLevels(
-            "O1 O4",
+            "O1 O4 O5",
             (None, torch.float32),
-            "{level} casts around torch functions and leaves the weights float32; to cast the model choose O2 or O3.",
+            f"Weights stay float32 there; to cast the model choose O2 or O3. {_AS_BEFORE}",
         ),
         _AtLevels("O0", (torch.float32,), _EITHER),
         _AtLevels("O2 O3", (*LOWER_PRECISION, torch.float32), _EITHER),
-        _AtLevels("O5", (None, torch.float32), _AS_BEFORE),
     ),
     "patch_torch_functions": (
-        _AtLevels("O0 O2 O3", (False,), "Choose opt_level='O1' (or 'O4') to patch them."),
-        _AtLevels("O5", (False,), "O5 casts inside of the models alone; opt_level='O4' casts every call."),
+        _AtLevels(
+            "O0 O2 O3 O5",
+            (False,),
+            "Choose opt_level='O1' or opt_level='O4' to patch them; O5 casts inside of the models alone.",
+        ),
     ),
     "patch_torch_functions_type": (
         _AtLevels("O1", LOWER_PRECISION),
@@ -345,13 +347,9 @@ _AT_LEVELS = {
         ),
     ),
     "master_weights": (
-        _AtLevels("O1 O4", (None,), "The weights are float32 there and are their own masters."),
-        _AtLevels("O5", (None,), f"The weights are float32 there and are their own masters. {_AS_BEFORE}"),
+        _AtLevels("O1 O4 O5", (None,), f"The weights are float32 there and are their own masters. {_AS_BEFORE}"),
     ),
-    "scope": (
-        _AtLevels("O0 O2 O3", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),
-        _AtLevels("O5", ("process", "forward"), "O5 casts inside of the models."),
-    ),
+    "scope": (_AtLevels("O0 O2 O3", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),),
 }
 
 
