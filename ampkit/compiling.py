@@ -54,53 +54,38 @@ class CompiledModels:
     """
 
     def __init__(self) -> None:
-        # A list and no WeakKeyDictionary: it is walked on every call, and holds a model or two.
-        self._before_forward: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], None]]] = []
-        self._before_calls: list[Callable[[], None]] = []
+        #: By themselves, or by a reference to the model that they are done for.
+        self._before_calls: dict[Any, Callable[[], Any]] = {}
         self._patches = PatchSet()
         self._is_watching = False
 
     def before_each_call(self, action: Callable[[], None]) -> None:
         """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
-        self._before_calls.append(action)
+        self._before_calls[action] = action
         self._watch_calls()
 
-    def not_before_calls(self, action: Callable[[], None]) -> None:
+    def not_before_calls(self, action: Any) -> None:
         """Undo `before_each_call`."""
-        if action in self._before_calls:
-            self._before_calls.remove(action)
-        self._stop_watching()
+        self._before_calls.pop(action, None)
+        if not self._before_calls:
+            self._patches.restore()
+            self._is_watching = False
 
     def note(self, model: nn.Module, before_forward: Callable[[nn.Module], None]) -> None:
         """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
         before_forward(model)
-        self._take_out(model)
-        self._before_forward.append((weakref.ref(model, self._discard), before_forward))
+        ref = weakref.ref(model, self.not_before_calls)
+        self._before_calls[ref] = lambda: (alive := ref()) is None or before_forward(alive)
         self._watch_calls()
 
     def forget(self, model: nn.Module) -> None:
         """``model`` is not initialized any more."""
-        self._take_out(model)
-        self._stop_watching()
+        self.not_before_calls(weakref.ref(model))
 
     def before_call(self) -> None:
         """Do what precedes a forward, for every model whose forward is in compiled code."""
-        for ref, before_forward in tuple(self._before_forward):
-            if (model := ref()) is not None:
-                before_forward(model)
-        for action in self._before_calls:
+        for action in tuple(self._before_calls.values()):
             action()
-
-    def _take_out(self, model: nn.Module) -> None:
-        self._before_forward = [pair for pair in self._before_forward if pair[0]() is not model]
-
-    def _discard(self, dead: weakref.ref[nn.Module]) -> None:
-        self._before_forward = [pair for pair in self._before_forward if pair[0] is not dead]
-
-    def _stop_watching(self) -> None:
-        if not self._before_forward and not self._before_calls:
-            self._patches.restore()
-            self._is_watching = False
 
     def _watch_calls(self) -> None:
         # Where no optimizer has loaded dynamo yet, the first trace through a model comes here again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -23,6 +22,9 @@ from .registry import live_sessions, unwrapped
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
+_CALL = (
+    "Write initialize(model, optimizer, opt_level=...), or lists of objects of both: initialize(models, optimizers)."
+)
 
 
 def flatten(value: Any) -> list[Any]:
@@ -50,8 +52,7 @@ def models(value: Any) -> list[nn.Module]:
         )
     for model in found:
         if not isinstance(model, nn.Module):
-            advice = _instead_of(model) or " Pass the model as the first argument."
-            raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.{advice}")
+            raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}. {_CALL}")
         for name, module in model.named_modules():
             if isinstance(module, (DataParallel, DistributedDataParallel)):
                 raise ConfigurationError(
@@ -70,7 +71,7 @@ def optimizers(value: Any) -> list[Any]:
         if missing:
             raise TypeError(
                 f"initialize() expects optimizers, single or in a list or tuple; {_describe(optimizer)} has no "
-                f"{', '.join(missing)}.{_instead_of(optimizer) or ' Pass the optimizer as the second argument.'}"
+                f"{', '.join(missing)}. {_CALL}"
             )
         if getattr(optimizer, "step_in_backward", False):
             raise ConfigurationError(
@@ -79,21 +80,6 @@ def optimizers(value: Any) -> list[Any]:
             )
     _refuse_repeats(found, "optimizer")
     return found
-
-
-def _instead_of(thing: Any) -> str:
-    """Advice on what is neither a model nor an optimizer."""
-    if isinstance(thing, type):
-        return f" That is a class: make an object of it first, {thing.__name__}(...)."
-    if isinstance(thing, dict):
-        return " Pass them as a list: initialize(list(models.values()), ...)."
-    if isinstance(thing, nn.Module):
-        return " The models come first: initialize(models, optimizers)."
-    if getattr(thing, "bf16", False) or getattr(thing, "fp16", False):  # TrainingArguments
-        return " Precision is opt_level= here; for transformers' Trainer see ampkit.integrations.transformers."
-    if all(hasattr(thing, name) for name in _OPTIMIZER_ATTRIBUTES):
-        return " The optimizers are the second argument: initialize(models, optimizers)."
-    return ""
 
 
 def optimizer(thing: Any, function: str) -> Any:
@@ -310,8 +296,8 @@ def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
     if unmatched:
         shown = ", ".join(_describe(item) if isinstance(item, nn.Module) else repr(item) for item in unmatched)
         raise ConfigurationError(
-            f"keep_fp32: {shown} matches no module and no parameter.{_near(unmatched[0], model_list)} Give modules of the model, "
-            "module types, or name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
+            f"keep_fp32: {shown} matches no module and no parameter. Give modules of the model, module types (without quotes), or "
+            "name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
         )
     every = [(module, name) for one in kept for module, name in one.named.items()]
     names = [name for module, name in every if isinstance(module, torch.jit.ScriptModule)]
@@ -320,17 +306,6 @@ def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
             f"keep_fp32 names TorchScript modules ({', '.join(names)}). Name the module that calls them, or give initialize() the "
             "module as it was before scripting."
         )
-
-
-def _near(item: Any, model_list: list[nn.Module]) -> str:
-    """Advice on an item that matches nothing."""
-    modules = {name: module for model in model_list for name, module in model.named_modules() if name}
-    if not isinstance(item, str):
-        return " That one belongs to another model." if isinstance(item, nn.Module) else ""
-    if any(type(module).__name__ == item for module in modules.values()):
-        return f" {item} is a type: give the class itself, without quotes."
-    near = difflib.get_close_matches(item, modules, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Plan) -> str:
@@ -342,10 +317,6 @@ def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Pla
             raise ConfigurationError(
                 f"{name} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
                 "model its weights first: model.to_empty(device=...), then load_state_dict()."
-            )
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-            raise ConfigurationError(
-                f"{name} is not initialized yet (a lazy module). Run one forward pass before initialize()."
             )
         if tensor.dtype not in LOWER_PRECISION or tensor in recast:
             continue
@@ -373,13 +344,13 @@ def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, 
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
         if is_narrow and (lowers_all or param in trained):
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
-        if plan.casts_weights and (lowers_all or param in trained) and _is_of_wrapper_class(param):
+        if plan.casts_weights and (lowers_all or param in trained) and is_of_wrapper_class(param):
             raise _unfit(f"Parameter {name!r} is a {type(param).__name__}, which stores its values in its own way")
         if plan.casts_weights and in_lower_precision and not (param.is_floating_point() or param.is_complex()):
             raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {in_lower_precision}")
 
 
-def _is_of_wrapper_class(param: torch.Tensor) -> bool:
+def is_of_wrapper_class(param: torch.Tensor) -> bool:
     """Whether other tensors hold the values, as torchao's do. Not a DTensor, nor a fake tensor."""
     handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)

@@ -6,7 +6,6 @@ tables in policy/, `why_not_in_one_pass` in iteration/. ``print(session)`` and `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from ..casting.tensors import params_of
 from ..devices import device_type_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..iteration.loss_scale import DynamicLossScale
 from ..iteration.ways import choose, why_not_in_one_pass
 from ..kernels.moments import packed_size
 from ..logs import printable
@@ -334,10 +332,8 @@ def _bytes(
 ) -> dict[str, float]:
     """What weights, rests, gradients and state take for each element, measured where they are."""
     total = max(1, sum(param.numel() for param in stored))
-    scale = treatment.plan.loss_scale
-    first = scale.init_scale if isinstance(scale, DynamicLossScale) else scale
-    # Gradients are unscaled in place where that is exact: in bfloat16, by a power of two.
-    in_place = {torch.bfloat16: math.frexp(first)[0] == 0.5, torch.float16: scale == 1.0}
+    # float16 cannot hold every unscaled gradient.
+    in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
     weights = rests = gradients = 0
     state = 0.0
     for param, dtype in stored.items():

@@ -256,7 +256,7 @@ class Block:
             self._put_back()
         else:
             done = set() if len(self._held) > 1 else None
-            backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done)
+            backward = BackwardPass(scale, is_local, done)
             unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
             outside = scaling.outside if scaling.outside.holder is self else None
             collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
@@ -386,7 +386,7 @@ class LossScaling:
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """At a step, while gradients wait after ``delay_unscale=True``: end the iteration as a block would have."""
         scaler = wrapper.delayed_with or self.scalers[0]
-        backward = BackwardPass(wrapper.gradients.scale, exact_in_place=scaler.is_power_of_two)
+        backward = BackwardPass(wrapper.gradients.scale)
         collect(backward, [wrapper], [], self._outside_waiting(), scaler)
         self.forget_outside()
 
@@ -405,7 +405,7 @@ class LossScaling:
             return found
         scale, outside = wrapper.gradients.scale, self._outside_waiting()
         for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
-            gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
+            gradients.collect(BackwardPass(scale), found)
         if found is not None:
             found.agree(groups)
             if outside is not None and not found.is_clean:

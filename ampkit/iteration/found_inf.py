@@ -131,8 +131,8 @@ def refuse_to_read(tensor: torch.Tensor) -> None:
     if is_capturing(tensor):
         raise ConfigurationError(
             "While a CUDA graph is captured the host cannot learn whether gradients are finite, and something asks: the step of an "
-            "ordinary optimizer, step_was_skipped() or state_dict(). Steps of ampkit.optimizers, and of torch's with fused=True, "
-            "are decided on the device; with loss_scale=1.0 and check_gradients=False nothing is."
+            "ordinary optimizer, step_was_skipped() or state_dict(). Steps of ampkit.optimizers, and of torch's SGD, Adam and "
+            "AdamW with fused=True, are decided on the device; with loss_scale=1.0 and check_gradients=False nothing is."
         )
 
 
@@ -162,14 +162,12 @@ def places_for(
 class BackwardPass:
     """What has to be known of a backward pass to unscale its gradients.
 
-    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
-    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
-    of them has handled; None where there is only one optimizer.
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``done`` are the slots of several
+    optimizers that one of them has handled; None where there is only one optimizer.
     """
 
     scale: Scale
     local: bool = False
-    exact_in_place: bool = False
     done: set[Slot] | None = None
 
     def __post_init__(self) -> None:
@@ -221,7 +219,6 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf |
     inv = backward.inv
     if found is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
         return
-    inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
     params, inputs, outputs, is_in_place = [], [], [], True
     for slot, gradient in fresh:
         output = gradient
@@ -231,7 +228,7 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf |
         if gradient.grad_fn is not None:
             gradient, output = _put_recorded(slot, gradient, inv)
             is_in_place = False
-        elif slot.entry is not None and gradient.dtype in inexact:
+        elif slot.entry is not None and gradient.dtype is torch.float16:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
             is_in_place = False

@@ -159,8 +159,7 @@ class LossScaler:
         #: What the host has learned so far, and what it has told of that; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
-        self._as_apex = as_apex  # every skip has a line, and the same one
-        self._line, self._repeats = "", 0  # the last such line, and how often it would have stood there again
+        self._as_apex = as_apex  # every skip has the same line
         self._has_news = False  # whether a step may have been skipped that was not told of
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
@@ -213,8 +212,6 @@ class LossScaler:
         factors = (rule.growth_factor, rule.backoff_factor)
         interval = rule.growth_interval if self.dynamic else 2**31 - 1
         self._arguments = (*factors, interval, rule.hysteresis, *bounds)  # of kernels.update_scale
-        #: Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding.
-        self.is_power_of_two = all(math.frexp(number)[0] == 0.5 for number in (scale, *factors, *bounds))
 
     # The iteration
 
@@ -325,7 +322,8 @@ class LossScaler:
             newest = self._newest_of(skips, self._iterations if wait else self._copy.iteration)
             is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
             cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
-            self._log_skips(skips, cause, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
+            details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
+            logger.info(self.overflow_line() + (f" ({details})" if details else ""))
             self._diagnose(skips, newest, unnamed)
         if wait:
             self._recent = deque((found for found in self._recent if found.iteration is None), maxlen=8)
@@ -374,20 +372,6 @@ class LossScaler:
             if self.on_floor != "raise":
                 logger.warning(str(self._error))
                 self._error = None
-
-    def _log_skips(self, skips: int, cause: str, is_new: bool) -> None:
-        """Log skips, and the ``cause`` of the last; equal lines in a row are counted, and logged with their number after some."""
-        line, repeats = self.overflow_line(), self._repeats
-        is_equal = line == self._line and not is_new
-        if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
-            self._repeats += skips
-            return
-        lines = [(line, repeats + skips, cause)] if is_equal else [(self._line, repeats, ""), (line, skips, cause)]
-        for said, number, why in lines:
-            if number:
-                details = ", ".join(filter(None, (f"{number} steps" * (number > 1), why)))
-                logger.info(said + (f" ({details})" if details else ""))
-        self._line, self._repeats = line, 0
 
     def overflow_line(self) -> str:
         """The line that reports a skipped step."""

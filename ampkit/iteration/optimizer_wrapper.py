@@ -22,7 +22,7 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
-from ..errors import AmpkitError, ConfigurationError
+from ..errors import AmpkitError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
@@ -263,7 +263,7 @@ class OptimizerWrapper:
             found = findings.judge(checks)
             if found is None or found.is_clean:  # with a flag a step takes longer, torch's on the CPU by a third
                 return False, None
-            if found.flag.is_cpu and not (self.traits.takes_inputs or self.traits.takes_found_inf):  # read for nothing
+            if found.flag.is_cpu and not self.traits.takes_inputs:  # read for nothing
                 findings.report()
                 return True, None
         except BaseException:  # a script that saves its model now saves statistics without this batch
@@ -376,18 +376,8 @@ class OptimizerWrapper:
 
     # The groups
 
-    def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        params = group.get("params", ()) if isinstance(group, dict) else ()
-        if isinstance(group, dict) and not isinstance(params, Tensor):
-            group["params"] = params = list(params)
-        known = {slot.param for slot in self.gradients.slots}
-        for param in (params,) if isinstance(params, Tensor) else params:
-            if param in known:
-                raise ConfigurationError(
-                    f"add_param_group: a parameter of shape {tuple(param.shape)} is in this optimizer already. Leave it out "
-                    "of the new group."
-                )
-        result = original(group, *args, **kwargs)
+    def _add_param_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         self._know_params(params_of(self.optimizer()))
         return result
 

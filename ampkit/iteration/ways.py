@@ -22,7 +22,7 @@ from .. import kernels
 from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
-from ..optimizers.traits import Traits, lacks_momenta
+from ..optimizers.traits import Traits
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
@@ -88,18 +88,6 @@ def _in_one_pass(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
         return original()
 
 
-def _told(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
-    """torch's with ``fused=True``, to which GradScaler hands the flag like this."""
-    optimizer = wrapper.optimizer()
-    if found_inf is None:
-        return _of_its_own(wrapper, original, None, hooked)
-    optimizer.grad_scale, optimizer.found_inf = None, found_inf
-    try:
-        return _of_its_own(wrapper, original, None, hooked)
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
-
-
 def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], _: Tensor | None, hooked: bool) -> Any:
     """Any other: it updates float32 weights, or float32 copies of stored ones."""
     if not wrapper.gradients.stored:
@@ -112,7 +100,6 @@ def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], _: Tensor | None,
 OURS = Way("ours in one pass", True, True, True, _with_inputs)
 OURS_OVER_COPIES = Way("ours over float32 copies", True, True, False, _with_inputs)
 IN_ONE_PASS = Way("torch's in one pass", True, True, True, _in_one_pass)
-FUSED = Way("torch's fused", True, False, True, _told)
 ITS_OWN = Way("its own", False, False, False, _of_its_own)
 
 
@@ -125,12 +112,8 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     reason = why_not_in_one_pass(optimizer, traits, gradients.slots, plan.one_pass_step)
     if traits.takes_inputs:
         return OURS_OVER_COPIES, reason
-    # At a loss scale torch's fused ones over float32 weights have the flag too; at 1 they would look at no gradient.
-    serves_itself = not gradients.stored and traits.takes_found_inf and plan.loss_scale != 1.0
-    if reason is None and (gradients.stored or plan.steps_in_one_pass) and not serves_itself:
+    if reason is None and (gradients.stored or plan.steps_in_one_pass):
         return IN_ONE_PASS, None
-    if traits.takes_found_inf and not lacks_momenta(optimizer):
-        return FUSED, reason
     return ITS_OWN, reason
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..sharding import is_sharded
 from .fused import FusedOptimizer
 
 _HOME = "ampkit."  # of functions that no script has replaced
@@ -34,14 +33,12 @@ class Traits(NamedTuple):
     """What its methods say, asked before `initialize` puts others in their places.
 
     ``takes_inputs``: it is a fused optimizer of ours whose ``step`` no script has replaced; ``takes_rests``: its ``update`` writes
-    weights and rests together. ``takes_found_inf``: it skips by itself when told to by its attribute ``found_inf``, as torch's
-    fused optimizers do. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may stand around it.
-    ``clears_as_torch``: its ``zero_grad`` is torch's or ours.
+    weights and rests together. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may stand around
+    it. ``clears_as_torch``: its ``zero_grad`` is torch's or ours.
     """
 
     takes_inputs: bool
     takes_rests: bool
-    takes_found_inf: bool
     has_own_step: bool
     clears_as_torch: bool
 
@@ -56,18 +53,9 @@ class Traits(NamedTuple):
         return cls(
             bool(takes_inputs),
             bool(takes_inputs and takes_rests),
-            not takes_inputs and _takes_found_inf(optimizer),
             inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd"),
             "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own_zero_grad,
         )
-
-
-def _takes_found_inf(optimizer: Any) -> bool:
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
-        return False  # torch takes no plain tensor beside DTensors
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 # Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
@@ -81,12 +69,3 @@ def has_hooks(optimizer: Any) -> bool:
         optimizer, "_optimizer_step_post_hooks", None
     )
     return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
-
-
-def lacks_momenta(optimizer: Any) -> bool:
-    """Whether this is torch's SGD before its first step with momentum: told to skip it, the fused one keeps memory as it is."""
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"][:1]
-    )

@@ -93,9 +93,9 @@ def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
     model = make_model()
     optimizer = sgd(model.parameters())
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with pytest.raises(ampkit.ConfigurationError, match=r"shape \(6, 4\) is in this optimizer already\. Leave it out"):
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):  # torch's own check
         optimizer.add_param_group({"params": [model[0].weight]})
-    with pytest.raises(TypeError):  # torch's own check
+    with pytest.raises(TypeError):
         optimizer.add_param_group("no group")
     assert len(optimizer.param_groups) == 1
     shrink_output(model, optimizer)

@@ -1,7 +1,6 @@
 """The arithmetic of loss scales, against numbers worked out on paper. No model, no kernels."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -255,24 +254,3 @@ def test_assigning_a_scale_that_is_no_positive_number_is_refused(value):
 def test_rule_that_cannot_work_is_refused_by_name(rule):
     with pytest.raises(ConfigurationError, match=next(iter(rule))):
         DynamicLossScale(**rule)
-
-
-def test_a_scale_counts_as_a_power_of_two_where_it_stays_one():
-    """Then, and only then, bfloat16 is divided by it without rounding."""
-    rule = DynamicLossScale(init_scale=4.0, growth_interval=1)
-    scaler = LossScaler(rule)
-    assert scaler.is_power_of_two
-    scaler.change_rule(replace(rule, growth_factor=3.0))
-    assert not scaler.is_power_of_two and iterate(scaler, 0) == [12.0]
-    scaler.change_rule(rule)
-    assert not scaler.is_power_of_two and iterate(scaler, 0) == [24.0]
-    scaler.loss_scale = 8.0
-    assert scaler.is_power_of_two and iterate(scaler, 1, 0) == [4.0, 8.0]
-    scaler.load_state_dict({"loss_scale": 12.0, "unskipped": 0})
-    assert not scaler.is_power_of_two
-    for settings in ({"min_loss_scale": 3.0}, {"max_loss_scale": 1000.0}):
-        assert not LossScaler(rule, **settings).is_power_of_two
-        changed = LossScaler(rule)
-        changed.change_rule(**settings)
-        assert not changed.is_power_of_two
-    assert LossScaler(1024.0).is_power_of_two and not LossScaler(1000.0).is_power_of_two

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import types
 
 import pytest
 import torch
@@ -163,10 +162,6 @@ def test_disabled_ends_the_earlier_session_of_the_model():
     assert "_ampkit" not in vars(optimizer)
 
 
-def lazy():
-    return nn.LazyLinear(2)
-
-
 WRONG_MODELS = {
     "in DataParallel": (lambda: nn.DataParallel(make_model()), ("DataParallel", "before wrapping")),
     "with a part in DataParallel": (
@@ -174,7 +169,6 @@ WRONG_MODELS = {
         ("'0'", "DataParallel", "before wrapping"),
     ),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
-    "lazy": (lazy, ("'weight'", "not initialized yet", "forward pass before")),
     "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
     "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
     "none": (lambda: None, ("a model or a list", "found none")),
@@ -213,8 +207,8 @@ def foreign_half_optimizer(model):
 
 WRONG_OPTIMIZERS = {
     "twice": (lambda m, o: [o, o], ("optimizer (SGD)", "twice", "Pass it once")),
-    "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "second argument")),
-    "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "second argument")),
+    "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "initialize(models, optimizers)")),
+    "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "initialize(models, optimizers)")),
     "half of a stranger": (
         lambda m, o: foreign_half_optimizer(m),
         ("torch.float16", "shape (7,)", "none of the models", "parameters of the models"),
@@ -419,52 +413,32 @@ def test_optimizer_without_weak_references_leaves_no_session():
 
 
 @pytest.mark.parametrize(
-    "wrong, advice",
+    "wrong, found",
     [
-        (lambda model, optimizer: (optimizer, model), r"found a Adam. The optimizers are the second argument"),
-        (
-            lambda model, optimizer: (model.parameters(), optimizer),
-            r"found a generator. Pass the model as the first argument",
-        ),
-        (
-            lambda model, optimizer: (nn.Linear, optimizer),
-            r"found a type. That is a class: make an object of it.*Linear\(\.\.\.\)",
-        ),
-        (lambda model, optimizer: ({"net": model}, optimizer), r"found a dict. Pass them as a list"),
-        (lambda model, optimizer: (model, model), r"a Sequential has no .*step. The models come first"),
-        (
-            lambda model, optimizer: (model, model.parameters()),
-            r"a generator has no .*Pass the optimizer as the second argument",
-        ),
-        (
-            lambda model, optimizer: (model, types.SimpleNamespace(bf16=True, fp16=False)),
-            r"Precision is opt_level= here; for transformers' Trainer",
-        ),
-        (lambda model, optimizer: (model, torch.optim.Adam), r"a type has no .*That is a class.*Adam\(\.\.\.\)"),
+        (lambda model, optimizer: (optimizer, model), "found a Adam"),
+        (lambda model, optimizer: (model.parameters(), optimizer), "found a generator"),
+        (lambda model, optimizer: (nn.Linear, optimizer), "found a type"),
+        (lambda model, optimizer: ({"net": model}, optimizer), "found a dict"),
+        (lambda model, optimizer: (model, model), "a Sequential has no .*step"),
+        (lambda model, optimizer: (model, model.parameters()), "a generator has no "),
+        (lambda model, optimizer: (model, torch.optim.Adam), "a type has no "),
     ],
 )
-def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, advice):
+def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, found):
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(TypeError, match=advice):
+    with pytest.raises(TypeError, match=rf"{found}.*Write initialize\(model, optimizer, opt_level="):
         ampkit.initialize(*wrong(model, optimizer), verbosity=0)
     assert type(model) is nn.Sequential and ampkit.current_session() is None
 
 
-@pytest.mark.parametrize(
-    "item, advice",
-    [
-        ("hed", "'hed' matches no module and no parameter. Did you mean 'head'"),
-        ("Linear", "Linear is a type: give the class itself, without quotes"),
-        (nn.Linear(1, 1), "a Linear matches no module and no parameter. That one belongs to another model"),
-        (nn.Conv2d, "Conv2d.* matches no module"),
-    ],
-    ids=str,
-)
-def test_what_keep_fp32_does_not_find_is_answered_with_what_was_meant(item, advice):
+@pytest.mark.parametrize("item", ["hed", "Linear", nn.Linear(1, 1), nn.Conv2d], ids=str)
+def test_what_keep_fp32_does_not_find_is_refused(item):
     model = nn.ModuleDict({"head": nn.Linear(2, 2)})
     model.forward = model["head"].forward
-    with pytest.raises(ampkit.ConfigurationError, match=advice):
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"matches no module and no parameter\. Give modules of the model"
+    ):
         ampkit.initialize(model, opt_level="O2", keep_fp32=item, verbosity=0)
 
 
