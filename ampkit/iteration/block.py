@@ -290,7 +290,7 @@ def collect(
     for wrapper in unnamed:
         _collect_unnamed(wrapper, backward, found, named)
     if found is not None:
-        found.agree(_groups_of(named))
+        found.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
     for wrapper in named:  # not before: the flag is what has been found in all of them
         wrapper.findings.add(found)
     if found is None:
@@ -428,11 +428,6 @@ class LossScaling:
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
     """The flag of one block, in whose gradients nothing is found yet."""
     return FoundInf.clear(home_of(wrappers), scaler, wrappers[0].owner.name_of)
-
-
-def _groups_of(named: Sequence[OptimizerWrapper]) -> dict[Any, None]:
-    """The groups of processes that have to agree whether these step."""
-    return dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups])
 
 
 def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:

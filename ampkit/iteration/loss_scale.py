@@ -318,51 +318,42 @@ class LossScaler:
                 "over processes by hand, pass process_group= to initialize()."
             )
         skips = self._known.skips - told.skips
+        reached = self._iterations if wait else self._copy.iteration  # by the device
         if skips:
-            newest = self._newest_of(skips, self._iterations if wait else self._copy.iteration)
+            newest = self._newest_skip(reached)
             is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
             cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
             logger.info(self.overflow_line() + (f" ({details})" if details else ""))
             self._diagnose(skips, newest, unnamed)
-        if wait:
-            self._recent = deque((found for found in self._recent if found.iteration is None), maxlen=8)
+        # Every replay of a CUDA graph writes to what it has captured.
+        self._recent = deque(
+            (one for one in self._recent if one.iteration is None or one.iteration > reached), maxlen=8
+        )
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
         self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
-    def _newest_of(self, skips: int, iteration: int) -> FoundInf | None:
-        """The last of so many skips that were not told of yet, up to ``iteration``: the device has come no further."""
-        captured = [found for found in self._recent if found.iteration is None][-1:]  # every replay writes to it
-        newest = captured[0] if captured else None
-        while skips and self._recent and (self._recent[0].iteration or 0) <= iteration:
-            found = self._recent.popleft()
-            if found.iteration is not None and found.moves_scale and arrived(found.flag):
-                newest, skips = found, skips - 1
-        self._recent.extendleft(captured)
-        return newest
+    def _newest_skip(self, reached: int) -> FoundInf | None:
+        """The last iteration that was skipped, of those that were not told of, up to the one that the device has come to."""
+        for one in reversed(self._recent):
+            if one.moves_scale and (one.iteration is None or one.iteration <= reached) and arrived(one.flag):
+                return one
+        return None
 
     def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
         """After 25 skips in a row say which gradient is not finite; after 50 at the floor, end the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
-        diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
-        gives_up = _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP)
-        if not (diagnoses or gives_up or logger.isEnabledFor(logging.DEBUG)):
-            return
-        loss = 0.0 if newest is None else newest.sum_of_loss()
-        cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
-        if math.isfinite(loss):
-            name = (newest and newest.first_nonfinite()) or unnamed()
-            name = name or "not found (the gradients were cleared or changed since)"
-            cause = f"the first parameter whose gradient is not finite is {name}."
-        level = logging.WARNING if diagnoses else logging.DEBUG
-        logger.log(level, "Loss scaler %d: %d steps in a row were skipped; %s %s", self.loss_id, row, cause, DIAGNOSE)
-        if gives_up:
+        if _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS):
+            cause = newest.cause(unnamed) if newest is not None else ""
+            last = f" ({cause})" if cause else ""
+            logger.warning("Loss scaler %d: %d steps in a row were skipped%s. %s", self.loss_id, row, last, DIAGNOSE)
+        if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):
             where = "loss scale at its floor of" if self.dynamic else "static loss scale"
             lower = "min_loss_scale= lower" if self.dynamic else "a lower loss_scale="
-            is_of_scale = math.isfinite(loss) and not self.is_one
+            is_of_scale = (newest is None or math.isfinite(newest.sum_of_loss())) and not self.is_one
             more = f" or bfloat16 (O4, O5), or set {lower}" if is_of_scale else ""
             self._error = LossScaleError(
                 f"Loss scaler {self.loss_id}: {at_floor} steps in a row were skipped with the {where} {self.floor:g}, so the "

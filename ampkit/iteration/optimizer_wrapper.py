@@ -281,7 +281,7 @@ class OptimizerWrapper:
                 self.advice.tell("outside", type(self.optimizer()).__name__)
             return True
         checks: bool | None = self.owner.plan.check_gradients
-        return (way or choose(self)[0]).checks_by_default if checks is None else checks
+        return (way or choose(self)[0]).skips_on_device if checks is None else checks
 
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:

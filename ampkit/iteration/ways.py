@@ -39,15 +39,14 @@ _version_of = operator.attrgetter("_version")
 class Way(NamedTuple):
     """How an optimizer takes its step.
 
-    ``skips_on_device`` says that it is told there of gradients that are not finite; for others the host reads that.
-    ``checks_by_default`` says that at loss scale 1 it looks at its gradients unasked, since that costs no more than a norm.
+    ``skips_on_device`` says that it is told there of gradients that are not finite; for others the host reads that. So at loss
+    scale 1 it looks at its gradients unasked, which costs no more than a norm.
     ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``step`` gets the wrapper, the
     optimizer's own step, the flag, and whether the script's hooks run in it.
     """
 
     name: str
     skips_on_device: bool
-    checks_by_default: bool
     is_one_kernel: bool
     step: Callable[[Wrapper, Callable[[], Any], Tensor | None, bool], Any]
 
@@ -97,10 +96,10 @@ def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], _: Tensor | None,
         return original()
 
 
-OURS = Way("ours in one pass", True, True, True, _with_inputs)
-OURS_OVER_COPIES = Way("ours over float32 copies", True, True, False, _with_inputs)
-IN_ONE_PASS = Way("torch's in one pass", True, True, True, _in_one_pass)
-ITS_OWN = Way("its own", False, False, False, _of_its_own)
+OURS = Way("ours in one pass", True, True, _with_inputs)
+OURS_OVER_COPIES = Way("ours over float32 copies", True, False, _with_inputs)
+IN_ONE_PASS = Way("torch's in one pass", True, True, _in_one_pass)
+ITS_OWN = Way("its own", False, False, _of_its_own)
 
 
 def choose(wrapper: Wrapper) -> tuple[Way, str | None]:

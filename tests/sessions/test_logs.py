@@ -331,7 +331,7 @@ def test_many_skips_name_the_first_parameter_that_is_not_finite(level, capsys):
     model, optimizer = initialized_aloud(opt_level=level)
     model[0].weight.register_hook(lambda gradient: gradient * math.nan)
     overflow(model, optimizer, 24, factor=1.0)
-    assert "not finite is" not in capsys.readouterr().out
+    assert "in a row" not in capsys.readouterr().out
     overflow(model, optimizer, 1, factor=1.0)
     output = capsys.readouterr().out
     assert "25 steps in a row were skipped" in output
