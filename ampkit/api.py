@@ -310,18 +310,10 @@ def keep_casts(models: Any) -> AbstractContextManager[None]:
     otherwise a cast lives to the end of the call. Takes a module, or a list or tuple of them, which need not be initialized;
     blocks nest. Gradients of the calls add up in float32. Writes that torch counts, and steps of torch's optimizers, are seen
     inside; a write through an alias from before (a NumPy view, a kept ``.data``) is not. Without casts of calls it does nothing.
-    Raises TypeError for anything but modules.
     """
-    modules = validation.flatten(models)
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"keep_casts takes the module whose casts it keeps, or a list of modules; found {module!r}."
-            )
+    params = tuple(param for module in validation.flatten(models) for param in module.parameters())
     casting = None if torch.compiler.is_compiling() else active_casting()
-    if casting is None:
-        return nullcontext()
-    return casting.caches.keep(tuple(param for module in modules for param in module.parameters()))
+    return nullcontext() if casting is None else casting.caches.keep(params)
 
 
 @contextmanager
@@ -330,14 +322,12 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 
     Takes the settings of `initialize` as keywords, yields what it returns, and raises what it raises.
     """
-    before = set(live_sessions)
     initialized = initialize(models, optimizers, opt_level=opt_level, **settings)
-    opened = [one for one in live_sessions if one not in before]
+    opened = current_session()
     try:
         yield initialized
     finally:
-        for one in opened:
-            one.close()
+        opened.close()
 
 
 def close() -> None:

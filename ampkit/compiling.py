@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.compiler import config
 
-from .logs import logger
 from .patching import PatchSet
 
 _TAG = " ampkit: "
@@ -92,14 +91,7 @@ class CompiledModels:
         if self._is_watching or "torch._dynamo" not in sys.modules:
             return
         eval_frame = torch._dynamo.eval_frame
-        original = getattr(eval_frame, "_callback_from_stance", None)
-        if original is None:
-            logger.warning(
-                "This torch (%s) does not tell when compiled code is called. Writes to ampkit.master_params between two "
-                "calls of a compiled model are not seen: call its forward uncompiled once after such a write.",
-                torch.__version__,
-            )
-            return
+        original = eval_frame._callback_from_stance
 
         def callback_from_stance(callback: Any) -> Any:
             if callback is not None and callback is not False:

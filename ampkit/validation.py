@@ -86,12 +86,10 @@ def optimizer(thing: Any, function: str) -> Any:
     """The one optimizer that ``function`` was given, without what frameworks put around it. TypeError for anything else."""
     inner = unwrapped(thing)
     if not hasattr(inner, "param_groups"):
-        advice = (
-            "Call it once for each optimizer."
-            if isinstance(thing, (list, tuple))
-            else f"Write {function}(optimizer, ...)."
+        raise TypeError(
+            f"{function} expects the optimizer that was initialized, found {_describe(thing)}. Write "
+            f"{function}(optimizer, ...), once for each optimizer."
         )
-        raise TypeError(f"{function} expects the optimizer that was initialized, found {_describe(thing)}. {advice}")
     return inner
 
 
