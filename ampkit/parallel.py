@@ -132,8 +132,7 @@ class SyncBatchNorm(_BatchNorm):
     precision keeps its dtype, while the statistics are computed in float32. In eval mode, or with one process, this is plain
     batch norm.
 
-    Raises ValueError for another number of channels, for input without a batch dimension, and in training for fewer than two values
-    per channel over all processes.
+    Raises ValueError for input without a batch dimension, and in training for fewer than two values per channel over all processes.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.
     """
@@ -157,11 +156,6 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(
                 f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}; it expects a batch and a channel dimension."
                 " Add the missing one with unsqueeze()."
-            )
-        if input.size(1) != self.num_features:
-            raise ValueError(
-                f"SyncBatchNorm got {input.size(1)} channels in a tensor of shape {tuple(input.shape)};"
-                f" it was made for num_features={self.num_features}. Check the layer before it."
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

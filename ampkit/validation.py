@@ -334,9 +334,6 @@ def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Pla
 
 
 def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, in_lower_precision: str) -> None:
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(_QUANTISED) and type(module).__name__ != "FloatFunctional":
-            raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
     lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
@@ -352,9 +349,6 @@ def is_of_wrapper_class(param: torch.Tensor) -> bool:
     """Whether other tensors hold the values, as torchao's do. Not a DTensor, nor a fake tensor."""
     handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
-
-
-_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
 def _unfit(found: str) -> ConfigurationError:

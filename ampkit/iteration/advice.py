@@ -154,21 +154,16 @@ def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
         for wrapper in wrappers():
             if not wrapper.holds_scaled(lists[0]):
                 continue
-            name = sys._getframe(1).f_code.co_name
             if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
                 raise ConfigurationError(
-                    f"{_PUBLIC.get(name, name)} of torch.nn.utils was called where gradients are still multiplied by the loss "
-                    "scale, so that nearly all of them would be clipped away. Call it after the scale_loss block, on the level "
-                    "of `with` (with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, "
-                    "max_norm) there."
+                    "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
+                    "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
+                    "delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
                 )
-            wrapper.advice.tell("scaled", f"{_PUBLIC.get(name, name)} was called")
+            wrapper.advice.tell("scaled", "A clipping or a norm of torch.nn.utils was asked for")
         return original(lists, *args, **kwargs)
 
     return group
-
-
-_PUBLIC = {"_get_total_norm": "get_total_norm or clip_grad_norm_", "_clip_grads_with_norm_": "clip_grads_with_norm_"}
 
 
 def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:

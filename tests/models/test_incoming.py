@@ -252,16 +252,6 @@ def with_table(model):
     return model
 
 
-def test_a_module_for_quantisation_aware_training_is_no_quantised_one():
-    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "add": torch.ao.nn.quantized.FloatFunctional()})
-    ampkit.initialize(model, opt_level="O2", verbosity=0)
-    assert model["layer"].weight.dtype is torch.bfloat16
-
-
-def dynamically_quantised():
-    return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})
-
-
 def mixed_buffer():
     model = born(torch.bfloat16)
     model.shift = model.shift.half()
@@ -277,7 +267,6 @@ UNFIT = {
     "an int8 weight": (lambda: with_int8_weight(born(torch.bfloat16)), ("'last.weight'", "torch.int8", "quantised")),
     "an int8 weight in float32": (lambda: with_int8_weight(Net()), ("'last.weight'", "torch.int8", "quantised")),
     "integers": (lambda: with_table(born(torch.float16)), ("'table'", "torch.int64", "register_buffer")),
-    "a quantised module": (dynamically_quantised, ("'first'", "quantized", "without quantisation")),
 }
 
 
@@ -287,7 +276,7 @@ UNFIT = {
 def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
     """Where nothing is stored lower, only of what is trained."""
     make, words = UNFIT[case]
-    if level in UNSTORED and case != "a quantised module":
+    if level in UNSTORED:
         ampkit.initialize(make(), opt_level=level, verbosity=0)
         return
     model = make()
