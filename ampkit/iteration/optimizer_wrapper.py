@@ -34,7 +34,7 @@ from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
-from .ways import ONE_PASS, OnePassStep, Way, choose
+from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -230,12 +230,26 @@ class OptimizerWrapper:
         hooked = has_hooks(optimizer)
         if hooked and self.gradients.clipping.pending is not None:
             self.gradients.widen()  # scripts look at gradients there
-        is_skipped, found_inf = self._judge(way)
-        if is_skipped:
-            return self.skip()
+        return self._take(way, functools.partial(original, *args, **kwargs), hooked)
+
+    def _take(self, way: Way, step: Callable[[], Any], hooked: bool = False) -> Any:
+        """Take a step, or skip it where the host knows that gradients are not finite; a device goes by their flag."""
+        findings, flag = self.findings, None
+        try:
+            found = findings.judge(self.checks_step(way))
+            # With a flag a step takes longer, torch's on the CPU by a third.
+            if found is not None and not found.is_clean:
+                if way.skips_on_device and (self.traits.takes_inputs or not found.flag.is_cpu):
+                    flag = found.flag
+                elif findings.skipped:
+                    findings.report()
+                    return self.skip()
+        except BaseException:  # a script that saves its model now saves statistics without this batch
+            self.owner.statistics.keep_finite()
+            raise
         try:
             with nullcontext() if way.is_one_kernel and not hooked else _casting_disabled():
-                result = way.step(self, functools.partial(original, *args, **kwargs), found_inf, hooked)
+                result = way.step(self, step, flag, hooked)
             self.end_step()
             return result
         except BaseException as error:
@@ -253,23 +267,6 @@ class OptimizerWrapper:
                 reason,
             )
         self._told_of.add(reason)
-
-    def _judge(self, way: Way) -> tuple[bool, Tensor | None]:
-        """Whether the host knows that this step is to be skipped, and the flag by which a device decides; None for a clear one."""
-        findings, checks = self.findings, self.checks_step(way)
-        try:
-            if not way.skips_on_device:
-                return findings.forbid_step(checks), None
-            found = findings.judge(checks)
-            if found is None or found.is_clean:  # with a flag a step takes longer, torch's on the CPU by a third
-                return False, None
-            if found.flag.is_cpu and not self.traits.takes_inputs:  # read for nothing
-                findings.report()
-                return True, None
-        except BaseException:  # a script that saves its model now saves statistics without this batch
-            self.owner.statistics.keep_finite()
-            raise
-        return False, found.flag
 
     def checks_step(self, way: Way | None = None) -> bool:
         """Whether a step looks at gradients that no block has checked, as at loss scale 1.
@@ -318,12 +315,7 @@ class OptimizerWrapper:
         if listeners:
             begin_step(self.optimizer())
         self.settle()
-        if self.findings.forbid_step(self.checks_step()):
-            return self.skip()
-        with _casting_disabled(), self.stand_ins.in_step():
-            result = original(*args, **kwargs)
-        self.end_step()
-        return result
+        return self._take(ITS_OWN, functools.partial(original, *args, **kwargs))
 
     @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
