@@ -56,7 +56,19 @@ def casts_made(casting: Casting) -> int | None:
     return None if store is None else store.casts_made
 
 
-NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)
+NAMESPACES = (
+    *(
+        torch,
+        torch.nn.functional,
+        torch.Tensor,
+        torch.Tensor.__base__,
+        torch.linalg,
+        torch.special,
+        torch.fft,
+        torch._VF,
+    ),
+    *(torch.nn.RNNBase, torch.utils.data._utils.fetch._MapDatasetFetcher, torch.jit._recursive),
+)
 
 
 @contextlib.contextmanager

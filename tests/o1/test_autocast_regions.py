@@ -105,25 +105,6 @@ def test_state_answers_truly():
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
 
 
-class Rotary(nn.Module):
-    """As in transformers: angles are computed outside of autocast, whatever surrounds it."""
-
-    def forward(self, positions):
-        frequencies = torch.logspace(0, -4, 8)[None, :, None]
-        with torch.autocast("cpu", enabled=False):
-            angles = (frequencies.float() @ positions[:, None, :].float()).transpose(1, 2)
-        return angles
-
-
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
-def test_angles_of_far_positions_keep_float32(in_python):
-    positions = torch.arange(1000.0, 1064.0)[None]
-    exact = positions.double()[0, :, None] * torch.logspace(0, -4, 8).double()
-    with o1(in_python=in_python):
-        angles = Rotary()(positions)
-    assert (angles[0] - exact).abs().max() < 1e-3  # bfloat16 is off by up to 4
-
-
 def test_autocast_around_the_model_changes_nothing():
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
     x = torch.randn(4, 8)
@@ -304,18 +285,6 @@ def test_scripted_function_inside_a_model_is_cast():
 
     model = initialized(Net(4, 4))
     assert model(torch.randn(2, 4)).dtype is LOW
-
-
-def test_scripted_and_traced_submodules_are_cast():
-    model = nn.Sequential(
-        torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.randn(2, 4))
-    )
-    x = torch.randn(2, 4)
-    expected = model(x)
-    model = initialized(model)
-    result = model(x)
-    assert result.dtype is LOW
-    torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)
 
 
 def test_operators_called_below_the_patches_are_cast():

@@ -1,14 +1,12 @@
 """O1 on single functions and whole models: dtypes, values, and torch given back as it was."""
 
-import copy
 import logging
 import os
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import casts_made, o1
+from helpers import casts_made, o1, torch_left_as_found
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,33 +19,7 @@ from ampkit.policy.tables import tables_for
 
 pytestmark = pytest.mark.switch
 
-NAMESPACES = {
-    "torch": torch,
-    "torch.nn.functional": F,
-    "torch.Tensor": torch.Tensor,
-    "torch.linalg": torch.linalg,
-    "torch.special": torch.special,
-    "torch.fft": torch.fft,
-    "torch._VF": torch._VF,
-    "nn.RNNBase": nn.RNNBase,
-    "fetch": torch.utils.data._utils.fetch._MapDatasetFetcher,
-    "torch.jit._recursive": torch.jit._recursive,
-}
 LOW = [torch.bfloat16, torch.float16]
-
-
-def namespaces():
-    return {name: dict(vars(owner)) for name, owner in NAMESPACES.items()}
-
-
-def differences(before):
-    after = namespaces()
-    return [
-        (owner, key)
-        for owner in before
-        for key in before[owner].keys() | after[owner].keys()
-        if before[owner].get(key) is not after[owner].get(key)
-    ]
 
 
 def close_to(actual, expected, dtype=torch.bfloat16):
@@ -57,25 +29,10 @@ def close_to(actual, expected, dtype=torch.bfloat16):
 
 # Calls on float32 tensors `a` (3 x 3), `v` (3), `b` (2 x 3 x 3), `i` (1 x 2 x 4 x 4) with the expected output dtype.
 LOWER_CALLS = {
-    "torch.mm": lambda a, v, b, i: torch.mm(a, a),
-    "torch.matmul": lambda a, v, b, i: torch.matmul(b, a),
-    "torch.bmm": lambda a, v, b, i: torch.bmm(b, b),
-    "torch.baddbmm": lambda a, v, b, i: torch.baddbmm(b, b, b),
-    "torch.addbmm": lambda a, v, b, i: torch.addbmm(a, b, b),
-    "torch.addmm": lambda a, v, b, i: torch.addmm(a, a, a, beta=0.5),
-    "torch.einsum": lambda a, v, b, i: torch.einsum("bij,jk->bik", b, a),
     "torch.einsum list": lambda a, v, b, i: torch.einsum("bij,jk->bik", [b, a]),
-    "torch.tensordot": lambda a, v, b, i: torch.tensordot(b, a, dims=1),
-    "torch.chain_matmul": lambda a, v, b, i: torch.chain_matmul(a, a, a),
-    "linalg.multi_dot": lambda a, v, b, i: torch.linalg.multi_dot([a, a, v]),
     "linalg.matmul": lambda a, v, b, i: torch.linalg.matmul(a, a),
-    "linalg.vecdot": lambda a, v, b, i: torch.linalg.vecdot(a, a),
-    "Tensor.mm": lambda a, v, b, i: a.mm(a),
-    "Tensor.bmm": lambda a, v, b, i: b.bmm(b),
-    "Tensor.addmm": lambda a, v, b, i: a.addmm(a, a),
     "operator @": lambda a, v, b, i: b @ a,
     "reflected @": lambda a, v, b, i: a.__rmatmul__(b),
-    "F.linear": lambda a, v, b, i: F.linear(b, a, v),
     "F.linear keywords": lambda a, v, b, i: F.linear(input=b, weight=a, bias=v),
     "F.conv1d": lambda a, v, b, i: F.conv1d(b, b, padding=1),
     "F.conv2d": lambda a, v, b, i: F.conv2d(i, i, None, (1, 1), (1, 1)),
@@ -84,7 +41,6 @@ LOWER_CALLS = {
     "F.conv_transpose2d": lambda a, v, b, i: F.conv_transpose2d(i, i.transpose(0, 1)),
     "F.conv_transpose3d": lambda a, v, b, i: F.conv_transpose3d(i[None], i[None]),
     "F.conv_tbc": lambda a, v, b, i: F.conv_tbc(b, b[:1], v),
-    "torch.conv2d": lambda a, v, b, i: torch.conv2d(i, i),
     "F.prelu": lambda a, v, b, i: F.prelu(a - 0.5, v[:1]),
     "F.scaled_dot_product_attention": lambda a, v, b, i: F.scaled_dot_product_attention(b, b, b, attn_mask=a),
 }
@@ -109,18 +65,12 @@ def test_whitelisted_call_runs_in_lower_precision(name, dtype):
 
 FP32_CALLS = {
     "F.softmax": lambda a, v, b, i: F.softmax(a, dim=-1),
-    "torch.softmax": lambda a, v, b, i: torch.softmax(a, -1),
-    "Tensor.softmax": lambda a, v, b, i: a.softmax(-1),
     "special.softmax": lambda a, v, b, i: torch.special.softmax(a, -1),
     "F.log_softmax": lambda a, v, b, i: F.log_softmax(a, dim=-1),
-    "Tensor.log_softmax": lambda a, v, b, i: a.log_softmax(-1),
     "F.softmin": lambda a, v, b, i: F.softmin(a, dim=-1),
-    "F.softplus": lambda a, v, b, i: F.softplus(a),
     "F.layer_norm": lambda a, v, b, i: F.layer_norm(a, (3,)),
     "F.layer_norm with float32 weights": lambda a, v, b, i: F.layer_norm(a, (3,), v.float(), v.float()),
-    "torch.layer_norm": lambda a, v, b, i: torch.layer_norm(a, (3,)),
     "F.group_norm": lambda a, v, b, i: F.group_norm(b, 3),
-    "torch.group_norm": lambda a, v, b, i: torch.group_norm(b, 3),
     "F.rms_norm": lambda a, v, b, i: F.rms_norm(a, (3,)),
     "F.instance_norm": lambda a, v, b, i: F.instance_norm(b),
     "torch.native_layer_norm": lambda a, v, b, i: torch.native_layer_norm(a, (3,), None, None, 1e-5)[0],
@@ -130,48 +80,28 @@ FP32_CALLS = {
     "F.interpolate": lambda a, v, b, i: F.interpolate(i, scale_factor=2, mode="bilinear"),
     "F.grid_sample": lambda a, v, b, i: F.grid_sample(i, i.movedim(1, -1), align_corners=False),
     "F.cross_entropy": lambda a, v, b, i: F.cross_entropy(a, torch.tensor([0, 1, 2])),
-    "F.nll_loss": lambda a, v, b, i: F.nll_loss(a, torch.tensor([0, 1, 2])),
-    "F.mse_loss": lambda a, v, b, i: F.mse_loss(a, a.flip(0)),
-    "F.l1_loss": lambda a, v, b, i: F.l1_loss(a, a.flip(0)),
-    "F.smooth_l1_loss": lambda a, v, b, i: F.smooth_l1_loss(a, a.flip(0)),
-    "F.huber_loss": lambda a, v, b, i: F.huber_loss(a, a.flip(0)),
     "F.kl_div": lambda a, v, b, i: F.kl_div(a, a.flip(0), reduction="batchmean"),
     "F.poisson_nll_loss": lambda a, v, b, i: F.poisson_nll_loss(a, a),
     "F.cosine_embedding_loss": lambda a, v, b, i: F.cosine_embedding_loss(a, a.flip(0), torch.ones(3)),
     "F.hinge_embedding_loss": lambda a, v, b, i: F.hinge_embedding_loss(a, torch.ones(3, 3)),
     "F.margin_ranking_loss": lambda a, v, b, i: F.margin_ranking_loss(a, a.flip(0), torch.ones(3, 3)),
-    "F.multilabel_margin_loss": lambda a, v, b, i: F.multilabel_margin_loss(a, torch.zeros(3, 3, dtype=torch.long)),
     "F.multilabel_soft_margin_loss": lambda a, v, b, i: F.multilabel_soft_margin_loss(a, torch.ones(3, 3)),
-    "F.multi_margin_loss": lambda a, v, b, i: F.multi_margin_loss(a, torch.tensor([0, 1, 2])),
-    "F.soft_margin_loss": lambda a, v, b, i: F.soft_margin_loss(a, torch.ones(3, 3)),
     "F.triplet_margin_loss": lambda a, v, b, i: F.triplet_margin_loss(a, a.flip(0), a.flip(1)),
     "F.binary_cross_entropy_with_logits": lambda a, v, b, i: F.binary_cross_entropy_with_logits(a, torch.ones(3, 3)),
     "F.ctc_loss": lambda a, v, b, i: F.ctc_loss(
         b.log_softmax(-1), torch.tensor([[1]] * 3), torch.tensor([2] * 3), torch.tensor([1] * 3)
     ),
-    "torch.pow": lambda a, v, b, i: torch.pow(a, 2),
     "operator **": lambda a, v, b, i: a**2,
     "reflected **": lambda a, v, b, i: 2**a,
     "reflected /": lambda a, v, b, i: 1 / a,
-    "Tensor.sum": lambda a, v, b, i: a.sum(),
     "torch.sum with sizes": lambda a, v, b, i: torch.sum(b, [0, 1]),
-    "Tensor.norm": lambda a, v, b, i: a.norm(),
-    "torch.norm": lambda a, v, b, i: torch.norm(a, 2, 1),
     "linalg.norm": lambda a, v, b, i: torch.linalg.norm(a),
     "linalg.vector_norm": lambda a, v, b, i: torch.linalg.vector_norm(a),
     "linalg.inv": lambda a, v, b, i: torch.linalg.inv(a + 3 * torch.eye(3)),
     "torch.var_mean": lambda a, v, b, i: torch.var_mean(a)[0],
     "Tensor.std": lambda a, v, b, i: a.std(),
     "Tensor.var": lambda a, v, b, i: a.var(),
-    "Tensor.prod": lambda a, v, b, i: a.prod(),
-    "Tensor.cumsum": lambda a, v, b, i: a.cumsum(0),
-    "Tensor.cumprod": lambda a, v, b, i: a.cumprod(0),
-    "Tensor.dist": lambda a, v, b, i: a.dist(a.flip(0)),
-    "Tensor.renorm": lambda a, v, b, i: a.renorm(2, 0, 1.0),
-    "torch.cdist": lambda a, v, b, i: torch.cdist(a, a.flip(0)),
     "F.pdist": lambda a, v, b, i: F.pdist(a),
-    "torch.logsumexp": lambda a, v, b, i: torch.logsumexp(a, 0),
-    "torch.log1p": lambda a, v, b, i: torch.log1p(a),
     "torch.square": lambda a, v, b, i: torch.square(a),
     "Tensor.lgamma": lambda a, v, b, i: a.lgamma(),
     "torch.exp2": lambda a, v, b, i: torch.exp2(a),
@@ -191,10 +121,8 @@ FP32_CALLS = {
     "torch.histc": lambda a, v, b, i: torch.histc(a, 4),
     "torch.trace": lambda a, v, b, i: torch.trace(a),
     "linalg.vander": lambda a, v, b, i: torch.linalg.vander(v),
-    "F.avg_pool3d": lambda a, v, b, i: F.avg_pool3d(i, 1),
     "F.adaptive_avg_pool3d": lambda a, v, b, i: F.adaptive_avg_pool3d(i, 1),
     "F.upsample": lambda a, v, b, i: F.upsample(i, scale_factor=2),
-    "torch.grid_sampler": lambda a, v, b, i: torch.grid_sampler(i, i.movedim(1, -1), 0, 0, False),
     "torch.fft.rfft": lambda a, v, b, i: torch.fft.rfft(v).abs(),
     "torch.fake_quantize_per_channel_affine": lambda a, v, b, i: torch.fake_quantize_per_channel_affine(
         a, torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int32), 0, -128, 127
@@ -203,7 +131,6 @@ FP32_CALLS = {
         torch._fake_quantize_learnable_per_tensor_affine(a, torch.tensor([0.1]), torch.zeros(1), -128, 127, 1.0)
     ),
 }
-UNARY = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -216,16 +143,6 @@ def test_blacklisted_call_runs_in_float32(name, dtype):
         result = call(*low)
     assert result.dtype is torch.float32
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_steep_function_runs_in_float32(name):
-    low = torch.tensor([0.25, 0.5], dtype=torch.bfloat16)
-    expected = getattr(torch, name)(low.float())
-    with o1():
-        for result in (getattr(torch, name)(low), getattr(low, name)()):
-            assert result.dtype is torch.float32
-            torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("derivatives", [1, 2])
@@ -268,17 +185,8 @@ def test_float32_input_of_a_blacklisted_call_is_not_copied(dtype, copies, in_pyt
 
 
 PROMOTED = {
-    "torch.mv": lambda low, high: torch.mv(low, high[0]),
-    "Tensor.mv": lambda low, high: high.mv(low[0]),
-    "torch.addmv": lambda low, high: torch.addmv(low[0], high, low[1]),
-    "Tensor.addmv": lambda low, high: low[0].addmv(high, low[1]),
-    "torch.addr": lambda low, high: torch.addr(high, low[0], low[1]),
-    "Tensor.addr": lambda low, high: low.addr(high[0], low[1]),
-    "torch.einsum": lambda low, high: torch.einsum("i,jk->ijk", low[0], high),
     "torch.dot": lambda low, high: torch.dot(low[0], high[0]),
-    "torch.vdot": lambda low, high: torch.vdot(low[0], high[0]),
     "torch.inner": lambda low, high: torch.inner(low, high),
-    "torch.cross": lambda low, high: torch.cross(low, high, dim=-1),
     "linalg.cross": lambda low, high: torch.linalg.cross(low, high),
     "F.bilinear": lambda low, high: F.bilinear(low, high, high.expand(2, 3, 3)),
     "Tensor.put": lambda low, high: low.put(torch.tensor([0, 1, 2]), high[0]),
@@ -288,9 +196,7 @@ PROMOTED = {
     ),
     "torch.sparse.mm": lambda low, high: torch.sparse.mm(low.to_sparse(), high),
     "torch.lerp": lambda low, high: torch.lerp(low, high, 0.5),
-    "Tensor.scatter_add": lambda low, high: high.scatter_add(0, torch.zeros(3, 3, dtype=torch.long), low),
     "Tensor.index_add": lambda low, high: low.index_add(0, torch.tensor([0, 1, 2]), high),
-    "Tensor.index_put": lambda low, high: low.index_put((torch.tensor([0]),), high[:1]),
     "Tensor.masked_scatter": lambda low, high: high.masked_scatter(high > 0.5, low),
     "cat": lambda low, high: torch.cat([low, high]),
     "stack": lambda low, high: torch.stack([low, high]),
@@ -427,19 +333,6 @@ def test_integer_and_complex_matmul_is_left_alone(dtype):
     assert torch.equal(result, expected)
 
 
-def test_tensors_on_other_devices_are_left_alone():
-    x = torch.rand(2, 2)
-    casting = Casting(torch.bfloat16, device_types=("cuda",))
-    casting.install()
-    try:
-        assert (x @ x).dtype is torch.float32
-        casting.cast_on({"cpu", "cuda"})
-        casting.switch_on_here()
-        assert (x @ x).dtype is torch.bfloat16
-    finally:
-        casting.close()
-
-
 @pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_tensors_given_by_keyword_are_cast_like_others(in_python):
     low, weight = torch.rand(2, 2).bfloat16(), nn.Parameter(torch.rand(2, 2))
@@ -551,18 +444,6 @@ def test_0_dim_tensors_and_numbers_promote_as_in_torch():
         assert torch.lerp(low, low, scalar).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("shape, dtype", [((2, 3), torch.float32), ((2, 2), torch.float64)])
-def test_exceptions_are_torchs_own(shape, dtype):
-    one, other = torch.rand(shape), torch.rand(shape, dtype=dtype)
-    with pytest.raises(RuntimeError) as plain:
-        torch.mm(one, other)
-    with o1(), pytest.raises(RuntimeError) as cast:
-        torch.mm(one, other)
-    assert str(cast.value) == str(plain.value)
-    with o1(), pytest.raises(TypeError):
-        one @ "text"
-
-
 # -- refused
 
 
@@ -617,47 +498,24 @@ def test_disabled_nests_and_survives_exceptions():
         assert is_cast()
 
 
-def test_disabled_reaches_its_own_thread_only():
-    with o1() as casting:
-        entered, looked = threading.Event(), threading.Event()
-
-        def other():
-            with casting.disabled():
-                entered.set()
-                looked.wait(60)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert entered.wait(60)
-        here = is_cast()
-        looked.set()
-        thread.join()
-        assert here and is_cast()
-
-
 # -- install and close
 
 
 def test_close_gives_torch_back_by_identity():
-    before = namespaces()
-    casting = Casting(torch.bfloat16, device_types=("cpu",))
-    casting.install()
-    assert len(differences(before)) > 300
-    casting.register(CastKind.FP32, torch, "sigmoid")
-    casting.register(CastKind.LOWER_PRECISION_FP, torch, "exp")
-    assert active_casting() is casting
-    casting.close()
-    assert differences(before) == []
+    with torch_left_as_found():
+        casting = Casting(torch.bfloat16, device_types=("cpu",))
+        casting.install()
+        casting.register(CastKind.FP32, torch, "sigmoid")
+        casting.register(CastKind.LOWER_PRECISION_FP, torch, "exp")
+        assert active_casting() is casting
+        casting.close()
     assert active_casting() is None
 
 
 def test_install_that_fails_midway_gives_torch_back(monkeypatch):
-    before = namespaces()
-    casting = Casting(torch.bfloat16, device_types=("cpu",))
     monkeypatch.setattr(engine_module, "patch_torch", lambda patches, casting: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        casting.install()
-    assert differences(before) == []
+    with torch_left_as_found(), pytest.raises(ZeroDivisionError):
+        Casting(torch.bfloat16, device_types=("cpu",)).install()
     assert active_casting() is None
 
 
@@ -665,14 +523,6 @@ def test_second_engine_is_refused_while_one_is_installed():
     with o1() as casting, pytest.raises(ConfigurationError, match="close"):
         Casting(torch.bfloat16).install()
     assert not casting.is_on()
-
-
-def test_kept_wrapper_is_inert_after_close():
-    with o1():
-        mm, linear = torch.mm, F.linear
-    x = torch.rand(2, 2)
-    assert mm(x, x).dtype is torch.float32
-    assert linear(x, x).dtype is torch.float32
 
 
 def test_everything_in_the_tables_is_patched_but_native_rows_that_autocast_leaves_alone():
@@ -725,118 +575,11 @@ def test_casts_are_logged_at_verbosity_2(caplog):
             layer(x)
         assert caplog.messages == []
         with o1(verbosity=2):
-            F.softmax(layer(x), dim=-1)
-    assert caplog.messages.count("Float->BFloat16 (conv2d)") == 3
-    assert "BFloat16->Float (softmax)" in caplog.messages
-
-
-# -- models
-
-
-class Block(nn.Module):
-    """A GPT block: separate q, k and v, attention, and a two-layer perceptron."""
-
-    def __init__(self, width=16, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        h = self.first_norm(x)
-        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.second_norm(x))
-
-
-def vit():
-    torchvision = pytest.importorskip("torchvision")
-    model = torchvision.models.VisionTransformer(
-        image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=4
-    )
-    nn.init.normal_(model.heads.head.weight)  # zero at first, which would hide everything before it
-    return model
-
-
-class Attention(nn.Module):
-    def __init__(self, need_weights):
-        super().__init__()
-        self.attention, self.need_weights = nn.MultiheadAttention(16, 2, batch_first=True), need_weights
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=self.need_weights)[0]
-
-
-class Seq2Seq(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.transformer = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-
-    def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.transformer(x, x, tgt_mask=mask)
-
-
-class Padded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1)
-
-    def forward(self, x):
-        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
-        padding[:, -1] = True
-        return self.encoder(x, src_key_padding_mask=padding)[:, :-1]
-
-
-MODELS = {
-    "GPT block": (Block, (2, 5, 16)),
-    "ViT": (vit, (2, 3, 8, 8)),
-    "attention": (lambda: Attention(False), (2, 5, 16)),
-    "attention with weights": (lambda: Attention(True), (2, 5, 16)),
-    "Transformer": (Seq2Seq, (2, 5, 16)),
-    "padded encoder": (Padded, (2, 5, 16)),
-    "post-norm encoder layer": (
-        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
-        (2, 5, 16),
-    ),
-    "convolutions with batch norm": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)),
-        (4, 3, 8, 8),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_model_trains_with_gradients_close_to_float32(name):
-    build, shape = MODELS[name]
-    model, x = build(), torch.rand(shape)
-    reference = copy.deepcopy(model)
-    reference(x).float().square().mean().backward()
-    with o1() as casting:
-        model(x).float().square().mean().backward()
-        used = casts_made(casting)
-    assert used is None or used >= 2, "no weight was cast"
-    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-    expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
-    assert gradients.dtype is torch.float32
-    assert torch.nn.functional.cosine_similarity(gradients, expected, dim=0) > 0.995
-    assert not torch.equal(gradients, expected), "nothing ran in lower precision"
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_model_evaluates_close_to_float32(name, mode):
-    build, shape = MODELS[name]
-    model, x = build().eval(), torch.rand(shape)
-    with mode():
-        expected = model(x)
-        with o1() as casting, casting.forward_scope():
-            result = model(x)
-    torch.testing.assert_close(result.float(), expected, rtol=5e-2, atol=5e-2)
-    assert not torch.equal(result.float(), expected), "nothing ran in lower precision"
+            F.softmax(F.layer_norm(layer(x), (2,)).bfloat16(), dim=-1)
+    assert caplog.messages == ["Float->BFloat16 (conv2d)"] * 3 + [
+        "BFloat16->Float (layer_norm)",
+        "BFloat16->Float (softmax)",
+    ]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

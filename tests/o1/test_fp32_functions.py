@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 
 import pytest
 import torch
@@ -412,14 +411,6 @@ def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
             assert function(x, -1, dtype=torch.float16).dtype is torch.float16
         if "softmax" in call:
             assert getattr(F, call)(x, dim=-1).dtype is torch.float32
-
-
-def test_casts_inside_are_logged_too(caplog):
-    caplog.set_level(logging.INFO, "ampkit")
-    x, weights, call = made("layer_norm", torch.bfloat16)
-    with o1(verbosity=2):
-        call(x, *weights)
-    assert caplog.messages == ["BFloat16->Float (layer_norm)"]
 
 
 def test_inert_after_close_and_in_copies():

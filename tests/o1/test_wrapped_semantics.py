@@ -126,7 +126,10 @@ def test_containers_keep_their_types_at_any_depth():
     assert given.keys() == before.keys()
 
 
-@pytest.mark.parametrize("name, given", (("mm", {"input": X, "mat2": X}), ("cumsum", {"input": LOW, "dim": 0})))
+PRODUCT = {"input": X, "mat2": torch.nn.Parameter(X.clone(), requires_grad=False)}  # a cast of a weight is kept
+
+
+@pytest.mark.parametrize("name, given", (("mm", PRODUCT), ("cumsum", {"input": LOW, "dim": 0})))
 @pytest.mark.parametrize("with_out", (False, True), ids=("without out", "out"))
 def test_kwargs_are_never_edited(name, given, with_out):
     kwargs = given | ({"out": torch.empty(2, 2)} if with_out else {})
@@ -141,7 +144,9 @@ FAILURES = {
     "shapes": lambda: torch.mm(torch.ones(2, 3), torch.ones(2, 3)),
     "a missing argument": lambda: F.softmax(),
     "an unknown keyword": lambda: F.gelu(X, nonsense=1),
+    "float64 beside float32": lambda: torch.mm(X, X.double()),
     "an operator": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
+    "an operator and text": lambda: X @ "text",
     "a bad value": lambda: F.cross_entropy(X, torch.tensor([0, 1]), reduction="nonsense"),
 }
 
@@ -165,7 +170,10 @@ NAMED = [
     (F, "softmax"),
     (F, "cross_entropy"),
     (F, "layer_norm"),
+    (torch._VF, "lstm"),
     (torch.Tensor, "matmul"),
+    (torch.Tensor, "__matmul__"),
+    (torch.Tensor, "__rmatmul__"),
     (torch.Tensor, "norm"),
     (torch.linalg, "norm"),
 ]
