@@ -61,9 +61,17 @@ def break_state(model, optimizer):
     optimizer.state = None
 
 
+def break_device(model, optimizer):
+    def fail():
+        raise RuntimeError("CUDA error")
+
+    ampkit.current_session().scaling.synchronize = fail
+
+
 @pytest.mark.parametrize(
     "level, fail, raises",
     [
+        *((level, break_device, RuntimeError) for level in CASTING),
         *((level, break_optimizer, TypeError) for level in CASTING),
         *((level, break_state, AttributeError) for level in CASTING),
         ("O2", break_model, ValueError),  # the one level whose weights it puts back, module by module
@@ -82,6 +90,7 @@ def test_close_leaves_torch_as_it_was_where_an_object_of_the_script_is_broken(le
     with pytest.raises(raises) if raises else contextlib.nullcontext():
         ampkit.close()
     assert ampkit.current_session() is None
+    assert fail is not break_device or "_ampkit" not in vars(optimizer)
     assert torch.mm is product and torch.Tensor.backward is backward and not torch.is_autocast_enabled("cpu")
     assert all(param.dtype is torch.float32 for param in other.parameters())
     assert torch.equal(other(torch.ones(1, 6)), F.linear(torch.ones(1, 6), other.weight, other.bias))
@@ -164,6 +173,10 @@ def test_worker_of_any_kind_computes_the_float32_values_of_the_model(way, level)
 # Tracing
 
 
+def by_symbolic_trace(model, x):
+    return torch.fx.symbolic_trace(model)(x)
+
+
 def by_make_fx(model, x):
     return make_fx(model)(x)(x)
 
@@ -190,7 +203,9 @@ def by_jit_trace(model, x):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("way", [by_make_fx, by_export, by_feature_extractor, by_a_tracer_of_ones_own, by_jit_trace])
+@pytest.mark.parametrize(
+    "way", [by_symbolic_trace, by_make_fx, by_export, by_feature_extractor, by_a_tracer_of_ones_own, by_jit_trace]
+)
 def test_trace_of_an_initialized_model_computes_as_the_model(way, level):
     plain, x = gelus(), torch.randn(3, 6)
     with torch.no_grad():
@@ -209,7 +224,8 @@ class Functional(nn.Module):
         self.weight, self.table = nn.Parameter(torch.randn(4, 6) / 2), nn.Embedding(5, 4)
 
     def forward(self, x):
-        return F.linear(x, self.weight) @ self.table.weight.t() + self.weight.sum()
+        hidden = F.linear(x, self.weight)
+        return (hidden + hidden.softmax(-1).pow(2)) @ self.table.weight.t() + self.weight.sum()
 
 
 @pytest.mark.parametrize("level", LEVELS)

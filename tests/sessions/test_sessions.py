@@ -579,18 +579,24 @@ def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
     assert torch.allclose(model[0].weight, before - 0.1 * (0.9 * momentum + gradient), atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O5"))
-@pytest.mark.parametrize("change", ("half", "double"))
-@pytest.mark.parametrize("part, name", (("", "0.weight"), ("3", "3.weight"), ("1", "1.weight")))
-def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part, name):
+CHANGES = [
+    *((level, "half", part) for level in ("O0", "O1", "O2", "O3", "O5") for part in ("", "3", "1")),
+    *(("O1", "double", ""), ("O2", "double", "3"), ("O1", "bfloat16", ""), ("O2", "float", ""), ("O3", "float", "")),
+]
+DTYPES = {"half": torch.float16, "double": torch.float64, "bfloat16": torch.bfloat16, "float": torch.float32}
+
+
+@pytest.mark.parametrize("level, change, part", CHANGES)
+def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     shrink_output(model, optimizer)
     getattr(model.get_submodule(part), change)()
-    found = {"half": torch.float16, "double": torch.float64}[change]
     with pytest.raises(ampkit.ConfigurationError) as caught:
         model(torch.ones(1, 4))
-    assert f"{name!r} is {found}" in str(caught.value) and "Do not change the dtype" in str(caught.value)
+    assert f"'{part or 0}.weight' is {DTYPES[change]}" in str(caught.value) and "Do not change the dtype" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("level", ("O2", "O5"))

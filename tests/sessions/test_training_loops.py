@@ -60,8 +60,7 @@ def assert_weights_close(optimizer, reference, tolerance=5e-3):
 
 
 @pytest.mark.parametrize("level", ALL)
-@pytest.mark.parametrize("who", ["optimizer", "model"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who, set_to_none", [("optimizer", True), ("model", False)])
 def test_zero_grad_inside_the_block_clears(level, who, set_to_none):
     model, optimizer = initialized(level)
     reference, sgd = plain()
@@ -230,42 +229,6 @@ def test_overflow_whose_check_was_delayed_to_the_step_skips_it(level):
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(p.isfinite().all() for p in ampkit.master_params(optimizer))
-
-
-def test_input_that_is_edited_between_forwards_is_not_taken_for_a_weight():
-    torch.manual_seed(0)
-    model = ampkit.initialize(nn.Linear(8, 2), opt_level="O4", verbosity=0)
-    x = torch.randn(4, 8, requires_grad=True)
-    first = model(x).float().sum()
-    first.backward()
-    x.data += 1.0
-    expected = F.linear(x.detach(), model.weight.detach(), model.bias.detach()).sum()
-    assert abs(model(x).float().sum().item() - expected.item()) < 0.2
-    assert abs(first.item() - expected.item()) > 0.5
-
-
-def test_weights_replaced_through_data_are_used_at_once():
-    torch.manual_seed(0)
-    model = nn.Linear(100, 100)
-    model, _ = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-    for _ in range(10):
-        found = model(torch.ones(1, 100)).float()
-        with ampkit.disable_casts():
-            expected = model(torch.ones(1, 100))
-        assert (found - expected).norm() <= 2e-2 * expected.norm()
-        for factor in (3.0, 0.5):
-            model.weight.data = model.weight.data * factor
-
-
-@pytest.mark.parametrize("level", ["O2", STORED_BF16])
-def test_weights_replaced_through_data_reach_the_masters(level):
-    model, optimizer = initialized(level, lr=0.0)
-    model.linear.weight.data = torch.full_like(model.linear.weight, 3.0)
-    block(model, optimizer)
-    optimizer.step()
-    # The last place of a bfloat16 between 2 and 4 is 2^-6.
-    assert (model.state_dict()["linear.weight"] - 3.0).abs().max() <= 2.0**-7
-    assert torch.equal(model.linear.weight, torch.full((2, 4), 3.0, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
