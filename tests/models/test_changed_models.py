@@ -361,36 +361,6 @@ def test_float32_values_put_in_the_place_of_weights_are_taken(settings, put):
     train(model, optimizer)
 
 
-def test_a_float32_average_put_in_for_an_evaluation_is_exact_and_moves_weights_by_half_a_place_at_most():
-    model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    o2(model, optimizer)
-    train(model, optimizer)
-    own = [param.data for param in model.parameters()]
-    masters = {name: value.clone() for name, value in model.state_dict().items()}
-    for factor in (1.5, 1 + 2**-20):  # the second rounds to the same
-        averages = [value * factor for value in masters.values()]
-        assigned(model, [value.clone() for value in averages])
-        with torch.no_grad():
-            model(X)
-        assert all(map(torch.equal, model.state_dict().values(), averages))
-        assigned(model, own)
-        with torch.no_grad():
-            model(X)
-        for name, value in model.state_dict().items():  # both are within half of a place of bfloat16's 8 bits
-            assert ((value - masters[name]).abs() <= 2**-7 * masters[name].abs()).all()
-            assert torch.equal(value.to(BF16), masters[name].to(BF16))
-
-
-@pytest.mark.parametrize("level", ("O2", "O3"))
-def test_model_made_float32_is_still_refused(level):
-    model = make_net()
-    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    model.float()
-    with pytest.raises(ampkit.ConfigurationError, match=r"'0.weight' is torch.float32.*Do not change the dtype"):
-        model(X)
-
-
 # Averages
 
 STEPS, DECAY = 30, 0.99
@@ -492,9 +462,10 @@ def target_after(update, frozen, level):
     return way.norm(), dtypes
 
 
+@pytest.mark.parametrize(
+    "update, frozen", [(through_data, True), (by_copy, False), (by_loading, True), (by_vector, False)]
+)
 @pytest.mark.parametrize("level", ("O2", "O5"))
-@pytest.mark.parametrize("frozen", (True, False))
-@pytest.mark.parametrize("update", (through_data, by_copy, by_loading, by_vector))
 def test_a_target_network_that_no_optimizer_holds_stays_float32_and_moves_as_in_float32(update, frozen, level):
     wanted, _ = target_after(update, frozen, "O0")
     moved, dtypes = target_after(update, frozen, level)
@@ -533,56 +504,6 @@ def test_what_an_optimizer_trains_is_stored_in_lower_precision():
     ]
 
 
-def test_queue_and_loaded_weights_are_no_averages(caplog):
-    class Queue(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.at = make_net(), 0
-            self.register_buffer("queue", torch.randn(4, 16))
-
-        def forward(self, x):
-            self.at = (self.at + 4) % 16
-            self.queue[:, self.at : self.at + 4] = torch.randn(4, 4)
-            return self.net(x)
-
-    model = Queue()
-    model.net[2].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.net[0].parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING, "ampkit"):
-        o2(model, optimizer)
-        train(model, optimizer, 5)
-        model.net[2].load_state_dict(make_net()[2].state_dict())
-        with torch.no_grad():
-            model.net[2].weight.copy_(torch.randn(3, 6))
-        train(model, optimizer, 5)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
-def test_vectors_of_spectral_norm_are_no_averages(norm, caplog):
-    model = make_net()
-    for index in (0, 2):
-        norm(model[index])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING, "ampkit"):
-        o2(model, optimizer)
-        train(model, optimizer, 9)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_weights_that_train_once_they_are_unfrozen_are_no_averages(level, caplog):
-    model = make_net()
-    model[2].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with caplog.at_level(logging.WARNING, "ampkit"):
-        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-        train(model, optimizer, 2)
-        model[2].requires_grad_(True)
-        train(model, optimizer, 9)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     "settings",
     ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
@@ -607,60 +528,6 @@ def test_averaged_models_defaults_average_the_float32_values(settings):
     plain = AveragedModel.update_parameters
     ampkit.close()
     assert AveragedModel.update_parameters is not plain
-
-
-# Rotary embeddings
-
-
-class Rotary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
-
-    def forward(self, x):
-        angles = torch.outer(torch.arange(4000, 4000 + len(x)).float(), self.inv_freq)
-        return x * torch.cat([angles.cos(), angles.sin()], -1)[:, :4].to(x.dtype)
-
-
-def test_frequencies_of_rotary_embeddings_stay_float32():
-    model = nn.Sequential(Rotary(), nn.Linear(4, 4))
-    twin = copy.deepcopy(model)
-    o2(model)
-    assert model[0].inv_freq.dtype is torch.float32 and model[1].weight.dtype is BF16
-    # In bfloat16 a frequency is off by up to 1/256, the angle at position 4000 by up to 15.
-    torch.testing.assert_close(model(X), twin(X), atol=0.02, rtol=0.02)
-
-
-# Rows of numbers
-
-
-class Sampler(nn.Module):
-    """A diffusion of two numbers to rest, with the noise predicted as none."""
-
-    def __init__(self):
-        super().__init__()
-        alphas = 1 - torch.linspace(1e-4, 0.02, 300)
-        self.register_buffer("alphas", alphas)
-        self.register_buffer("left", alphas.cumprod(0))
-        self.net = nn.Linear(2, 2)
-
-    def forward(self, x):
-        x = x.float()
-        for i in reversed(range(300)):
-            alpha = self.alphas[i]
-            x = (x - (1 - alpha) / (1 - self.left[i]).sqrt() * 0.0 * self.net(x)) / alpha.sqrt()
-        return x
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_noise_levels_of_a_diffusion_stay_float32(dtype):
-    """Rounded, the first of them is 1, what is left of it divides by 0, and the others lose their distances."""
-    model = Sampler()
-    scale = model.alphas.double().rsqrt().prod()
-    o2(model, cast_model_type=dtype)
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
-    with torch.no_grad():
-        torch.testing.assert_close(model(torch.ones(2, 2)).double(), scale.expand(2, 2), rtol=1e-4, atol=0)
 
 
 @torch.no_grad()

@@ -5,13 +5,11 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing  # registers how tensors travel
-from helpers import ROOT, iterate, others_slow, saved_and_loaded
+from helpers import iterate, others_slow, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -418,33 +416,6 @@ def test_saved_model_and_optimizer_load_without_ampkit(tmp_path, level):
     assert run.stdout == "torch.float32 trains\n", run.stderr
 
 
-@pytest.mark.parametrize("level", others_slow("O2", of=("O1", "O2")))
-def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
-    model, _ = trained_a_little(level)
-    torch.save(model.eval(), tmp_path / "model.pt")
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    with ampkit.disable_casts():
-        torch.save(model(X), tmp_path / "answer.pt")
-    script = f"""
-        import torch
-        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-        state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=True)
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-        assert all(v.dtype is torch.float32 for v in state.values())
-        answer = model(torch.linspace(-1, 1, 12).reshape(3, 4))
-        torch.testing.assert_close(answer, torch.load({str(tmp_path / "answer.pt")!r}), atol=0.02, rtol=0.02)
-        print(type(model).__name__, "loaded")
-    """
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={"PYTHONPATH": f"{here}:{here.parent}:{ROOT}", "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout == "RowClassifier loaded\n", run.stderr
-
-
 # copy.copy and replicas share the weights
 
 
@@ -469,14 +440,6 @@ def test_replica_casts_like_the_model(level):
     replica._parameters = model._parameters  # what DataParallel would put there on another device
     assert torch.equal(replica(X), model(X)) and torch.equal(replica.forward(X), model(X))
     assert torch.equal(nn.DataParallel(model)(X), model(X))
-
-
-def test_worker_process_gets_a_plain_model_with_the_float32_values():
-    model, _ = trained_a_little("O2")
-    # What torch.multiprocessing.spawn does with its arguments.
-    twin = pickle.loads(ForkingPickler.dumps(model))
-    assert_plain(twin)
-    assert_same_values(twin.state_dict(), values(model))
 
 
 # Averages of weights
@@ -539,18 +502,6 @@ def test_averaged_model_of_torch_works_with_an_average_of_one_tensor_at_a_time(l
     torch.testing.assert_close(average.module.first.weight.detach().double(), exact, atol=0, rtol=2**-8)
     assert average.module.first.weight.dtype is torch.float32
     assert average.eval()(X).shape == (3, 2)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_averaged_model_of_torch_works_on_copies(level):
-    model, optimizer = trained_a_little(level)
-    average = AveragedModel(model)
-    weights = []
-    for _ in range(3):
-        classify_rows(model, optimizer)
-        average.update_parameters(copy.deepcopy(model))  # float32, as the average is
-        weights.append(model.state_dict()["first.weight"].double())
-    torch.testing.assert_close(average.module.first.weight.detach().double(), sum(weights) / 3, atol=1e-6, rtol=1e-6)
 
 
 def test_weights_of_an_average_load_into_the_model():

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampkit
 
@@ -31,7 +30,6 @@ SEEDS, STEPS = (0, 1, 2), 30
 TOLERANCE, TIMES_AUTOCAST = 0.02, 2
 
 adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
-fast_adamw = functools.partial(torch.optim.AdamW, lr=2e-2)
 sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
@@ -168,11 +166,6 @@ def images(generator, size=8):
     return torch.randn(16, 3, size, size, generator=generator) + drawn(4, 3, size, size)[y], y
 
 
-def pictures(generator):
-    x = torch.randn(8, 3, 16, 16, generator=generator)
-    return x, F.avg_pool2d(x, 3, 1, 1) * 3
-
-
 def signals(generator):
     x = torch.randn(16, 4, 32, generator=generator).cumsum(-1) / 4
     return x, x.roll(1, -1)
@@ -251,21 +244,6 @@ def scaled_dot_product_attention(self, ids):
     return self.head(x + F.scaled_dot_product_attention(q, k, v, mask, is_causal=not self.masked).squeeze(1))
 
 
-@idiom(lambda: dict(attention=nn.MultiheadAttention(16, 4, batch_first=True), norm=nn.LayerNorm(16)), sequences)
-def multihead_attention(self, x):
-    mask = torch.triu(torch.full((12, 12), -math.inf), diagonal=1)
-    return self.norm(x + self.attention(x, x, x, attn_mask=mask)[0])
-
-
-@idiom(
-    lambda first: dict(layer=nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=first)),
-    sequences,
-    variants={"with the norm first": True, "with the norm last": False},
-)
-def transformer_encoder_layer(self, x):
-    return self.layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(12), is_causal=True)
-
-
 # Positions and times.
 
 
@@ -312,33 +290,6 @@ def einsum_of_positions(self, x):
     return self.out(x * torch.cat([angles.sin(), angles.cos()], -1))
 
 
-def timed(generator):
-    """Samples at times of 0 to 999, and what is wanted of them, which is another for each time."""
-    x = torch.randn(64, 16, generator=generator)
-    t = torch.randint(1000, (64,), generator=generator)
-    return x, t, x / 2 + t.cos()[:, None]
-
-
-@idiom(lambda: dict(time=mlp(32, 32, 16), net=mlp(32, 64, 16)), timed, of_several, fast_adamw)
-def diffusion_time(self, x, t):
-    frequencies = torch.exp(-math.log(10000) * torch.arange(16) / 16)
-    angles = t[:, None].float() * frequencies
-    embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    return self.net(torch.cat([x, self.time(embedding)], dim=-1))
-
-
-@idiom(lambda: decoder(positions=nn.Embedding(12, 16)), tokens, classification)
-def learned_positions(self, ids):
-    x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
-    return self.head(F.gelu(self.qkv(x)[..., :16]))
-
-
-@idiom(lambda: decoder(token=nn.Parameter(drawn(1, 1, 16))), last_token, classification)
-def class_token(self, ids):
-    x = torch.cat([self.token.expand(len(ids), -1, -1), self.embed(ids)], dim=1)
-    return self.head(self_attention(self.qkv(x))[:, 0])
-
-
 # Recurrence.
 
 
@@ -349,17 +300,6 @@ def recurrent_by_hand(self, x):
         hidden = torch.tanh(self.of_input(step) + self.of_hidden(hidden))
         outputs.append(self.out(hidden))
     return torch.stack(outputs, dim=1)
-
-
-@idiom(lambda: dict(rnn=nn.LSTM(16, 32, batch_first=True), out=nn.Linear(32, 16)), sequences)
-def lstm_from_zeros(self, x):
-    state = torch.zeros(1, x.size(0), 32), torch.zeros(1, x.size(0), 32)
-    return self.out(self.rnn(x, state)[0])
-
-
-@idiom(lambda: dict(rnn=nn.GRU(16, 32, batch_first=True), out=nn.Linear(32, 16)), sequences)
-def gru_from_zeros(self, x):
-    return self.out(self.rnn(x, torch.zeros(1, x.size(0), 32))[0])
 
 
 @idiom(lambda: dict(cell=nn.GRUCell(16, 32), out=nn.Linear(32, 16)), sequences)
@@ -400,11 +340,6 @@ def binomial():
 @idiom(binomial, signals)
 def constant_kernel(self, x):
     return self.outward(F.conv1d(F.gelu(self.inward(x)), self.kernel, padding=1, groups=8))
-
-
-@idiom(lambda: dict(w=nn.Parameter(drawn(4, 16) / 4), b=nn.Parameter(torch.zeros(4))), vectors)
-def functional_parameter(self, x):
-    return F.linear(x, self.w, self.b)
 
 
 def mixed(generator):
@@ -505,19 +440,6 @@ def house_prices(self, x, price):
     return F.mse_loss(predicted, (price - self.mean) / self.std), predicted * self.std + self.mean
 
 
-def vae_loss(model, x, _):
-    found, mean, log_variance = model(x)
-    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp(), dim=1)
-    return F.mse_loss(found, x, reduction="none").sum(1).mean() + divergence.mean()
-
-
-@idiom(lambda: dict(encoder=mlp(16, 32, 8), decoder=mlp(4, 32, 16)), vectors, vae_loss)
-def variational_autoencoder(self, x):
-    mean, log_variance = self.encoder(x).chunk(2, dim=-1)
-    z = mean + torch.exp(0.5 * log_variance) * torch.randn(mean.shape)
-    return self.decoder(z), mean, log_variance
-
-
 def flow_loss(model, x, _):
     z, log_determinant = model(x * 2)
     normal = torch.distributions.Normal(torch.zeros(16), torch.ones(16))
@@ -539,11 +461,6 @@ def coupling_flow(self, x):
 def gumbel_softmax_by_hand(self, x):
     noise = -torch.log(-torch.log(torch.rand(len(x), 8) + 1e-9) + 1e-9)
     return self.values(F.softmax((self.logits(x) + noise) / 0.7, dim=-1))
-
-
-@idiom(lambda: dict(logits=nn.Linear(16, 64), values=nn.Linear(64, 4)), vectors)
-def gumbel_softmax(self, x):
-    return self.values(F.gumbel_softmax(self.logits(x), tau=2.0))
 
 
 # Buffers that count, average and queue.
@@ -579,45 +496,6 @@ def running_mean_of_observations(self, x):
     return self.policy((x - self.mean) / torch.sqrt(self.var + 1e-8))
 
 
-def codebook():
-    parts = dict(encoder=nn.Linear(16, 8), decoder=nn.Linear(8, 16))
-    return parts | dict(codebook=drawn(12, 8), sums=drawn(12, 8), cluster_size=torch.ones(12))
-
-
-@idiom(codebook, vectors, lambda model, x, _: sum(model(x)), buffers={"cluster_size": 0.05})
-def vector_quantizer(self, x):
-    z = self.encoder(x)
-    codes = F.one_hot(torch.cdist(z.detach(), self.codebook).argmin(1), 12).float()
-    quantized = codes @ self.codebook
-    with torch.no_grad():
-        self.cluster_size.mul_(0.99).add_(codes.sum(0), alpha=0.01)
-        self.sums.mul_(0.99).add_(codes.T @ z, alpha=0.01)
-        self.codebook.copy_(self.sums / self.cluster_size[:, None])
-    straight = z + (quantized - z).detach()
-    return F.mse_loss(self.decoder(straight), x), 0.25 * F.mse_loss(z, quantized.detach())
-
-
-def encoders_with_queue():
-    parts = dict(encoder=mlp(16, 32, 8), of_keys=mlp(16, 32, 8).requires_grad_(False))
-    return parts | dict(queue=F.normalize(drawn(8, 256), dim=0), queue_ptr=torch.zeros(1, dtype=torch.long))
-
-
-@idiom(encoders_with_queue, vectors, own_loss, buffers={"queue": 0.02, "queue_ptr": 0})
-def momentum_queue(self, x, _):
-    with torch.no_grad():
-        for own, key in zip(self.encoder.parameters(), self.of_keys.parameters()):
-            key.data = key.data * 0.99 + own.data * 0.01
-        keys = F.normalize(self.of_keys(x + 0.1), dim=1)
-    queries = F.normalize(self.encoder(x), dim=1)
-    positive = torch.einsum("nc,nc->n", queries, keys)[:, None]
-    negative = torch.einsum("nc,ck->nk", queries, self.queue.clone().detach())
-    start = int(self.queue_ptr)
-    self.queue[:, start : start + len(keys)] = keys.T
-    self.queue_ptr[0] = (start + len(keys)) % 256
-    logits = torch.cat([positive, negative], dim=1) / 0.2
-    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)), logits
-
-
 # Parameters that are no layer's, and layers that are not quite their own.
 
 
@@ -636,24 +514,11 @@ def layer_scale(self, x):
     lambda norm: dict(first=norm(nn.Linear(16, 32)), second=norm(nn.Linear(32, 4))),
     vectors,
     variants={
-        "by weight norm": nn.utils.parametrizations.weight_norm,
-        "by spectral norm": nn.utils.parametrizations.spectral_norm,
         "by the old spectral norm": nn.utils.spectral_norm,
     },
 )
 def reparametrized(self, x):
     return self.second(F.leaky_relu(self.first(x)))
-
-
-def tied():
-    embed, head = nn.Embedding(20, 16), nn.Linear(16, 20, bias=False)
-    head.weight = embed.weight
-    return dict(embed=embed, net=mlp(16, 32, 16), head=head)
-
-
-@idiom(tied, tokens, classification)
-def tied_embedding(self, ids):
-    return self.head(self.net(self.embed(ids)))
 
 
 @idiom(lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="mean"), head=nn.Linear(16, 20)), last_token, classification)
@@ -668,28 +533,6 @@ def bilinear(self, x):
 
 
 # Layers written by hand.
-
-
-class PreNorm(nn.Module):
-    def __init__(self, width, fn):
-        super().__init__()
-        self.norm, self.fn = nn.LayerNorm(width), fn
-
-    def forward(self, x):
-        return self.fn(self.norm(x))
-
-
-@idiom(lambda: dict(blocks=nn.ModuleList(PreNorm(16, mlp(16, 32, 16)) for _ in range(2))), sequences)
-def prenorm_blocks(self, x):
-    for block in self.blocks:
-        x = x + block(x)
-    return x
-
-
-@idiom(two_layers, vectors)
-def gelu_by_hand(self, x):
-    x = self.inner(x)
-    return self.outer(0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3)))))
 
 
 @idiom(lambda: two_layers(g=nn.Parameter(torch.ones(32))), vectors)
@@ -718,40 +561,7 @@ def convolutions(self, x):
     return self.head(F.adaptive_avg_pool2d(self.conv2(x), 1).flatten(1))
 
 
-def down_and_up():
-    parts = dict(down=nn.Conv2d(3, 8, 3, stride=2, padding=1), up=nn.ConvTranspose2d(8, 8, 2, stride=2))
-    return parts | dict(out=nn.Conv2d(11, 3, 3, padding=1))
-
-
-@idiom(down_and_up, pictures)
-def unet(self, x):
-    return self.out(torch.cat([self.up(F.relu(self.down(x))), x], dim=1))
-
-
 # What scripts do around a forward.
-
-
-def pairs(generator):
-    x = torch.randn(32, 16, generator=generator)
-    return x, x + 0.3 * torch.randn(32, 16, generator=generator)
-
-
-def contrastive(model, a, b):
-    a, b = F.normalize(model(a), dim=-1), F.normalize(model(b), dim=-1)
-    logits = a @ b.T / 0.1
-    return (F.cross_entropy(logits, torch.arange(32)) + F.cross_entropy(logits.T, torch.arange(32))) / 2
-
-
-@idiom(lambda: dict(net=mlp(16, 32, 8)), pairs, contrastive)
-def siamese(self, x):
-    return self.net(x)
-
-
-@idiom(lambda: dict(net=mlp(16, 32, 4)), vectors, own_loss)
-def loss_in_forward(self, x, labels=None):
-    logits = self.net(x)
-    loss = None if labels is None else nn.BCEWithLogitsLoss()(logits, (labels > 0.5).float())
-    return loss, logits
 
 
 def dictionary(generator):
@@ -794,13 +604,6 @@ class OtherMethods:
 
     def forward(self, x):
         return self.decode(self.encode(x))
-
-
-@idiom(lambda: dict(blocks=nn.ModuleList(mlp(16, 32, 16) for _ in range(2)), head=nn.Linear(16, 4)), vectors)
-def checkpointed(self, x):
-    for block in self.blocks:
-        x = x + checkpoint(block, x, use_reentrant=False)
-    return self.head(x)
 
 
 class RoundStraightThrough(torch.autograd.Function):
@@ -857,10 +660,8 @@ COMPILED = [
     "recurrent by hand",
     "one hot",
     "house prices",
-    "variational autoencoder",
     "rms norm by hand",
     "convolutions and batch norm",
-    "unet",
     "dictionaries",
 ]
 

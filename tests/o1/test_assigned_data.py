@@ -7,7 +7,6 @@ from helpers import initialize_quietly, iterate, o1
 from torch import nn
 
 import ampkit
-from ampkit.errors import ConfigurationError
 
 pytestmark = pytest.mark.switch
 
@@ -93,17 +92,6 @@ def test_lower_precision_values_are_taken_as_float32_values():
         with ampkit.disable_casts():
             param.data = values
             assert param.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.bfloat16, lambda module: module.to(torch.float16)])
-@pytest.mark.parametrize("of", [lambda model: model, lambda model: model[0]], ids=["model", "submodule"])
-def test_changed_dtype_of_a_model_is_still_refused(change, of):
-    model = nn.Sequential(nn.Linear(2, 2))
-    model, _ = initialize_quietly(model, sgd, "O1")
-    change(of(model))
-    assert model[0].weight.dtype is not torch.float32
-    with pytest.raises(ConfigurationError, match="Do not change the dtype"):
-        model(torch.ones(1, 2))
 
 
 def test_another_model_is_cast_as_it_asks():
