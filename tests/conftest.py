@@ -135,6 +135,12 @@ def ops(request, monkeypatch, device):
     return kernels
 
 
+@pytest.fixture(params=[False, True], ids=["C++", "Python"])
+def in_python(request):
+    """Whether O1's wrappers are those in Python."""
+    return request.param
+
+
 @pytest.fixture(scope="module", autouse=True)
 def earlier_heap_left_alone():
     """An `initialize` beside a live session has the collector walk the heap, where clients and compilers of earlier files have left

@@ -12,7 +12,6 @@ import torch.multiprocessing  # registers how tensors travel
 from helpers import iterate, others_slow, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ampkit
 from ampkit.apex.optimizers import FusedLAMB
@@ -21,6 +20,11 @@ from ampkit.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    return request.param
 
 
 class RowClassifier(nn.Module):
@@ -105,7 +109,14 @@ def copied(request):
     return COPIES[request.param]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+#: A copy holds values and no level: each level is copied in one way, and one level in all ways.
+ONE_WAY = [("deepcopy", level) for level in LEVELS]
+EACH_LEVEL = pytest.mark.parametrize(
+    "copied, level", [*ONE_WAY, ("pickle", "O2"), ("torch.save", "O2"), ("pickle", "O1")], indirect=["copied"]
+)
+
+
+@EACH_LEVEL
 def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model)
@@ -120,7 +131,7 @@ def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
     torch.testing.assert_close(twin(X).float(), model(X).float(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@EACH_LEVEL
 def test_copy_and_original_share_nothing(copied, level):
     model, optimizer = trained_a_little(level)
     twin = copied(model)
@@ -137,7 +148,7 @@ def test_copy_and_original_share_nothing(copied, level):
     assert set(twin.state_dict()["first.weight"].flatten().tolist()) == {0.25}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@EACH_LEVEL
 def test_copy_outlives_close(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model.eval())
@@ -145,7 +156,7 @@ def test_copy_outlives_close(copied, level):
     assert torch.equal(twin(X), model(X))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@EACH_LEVEL
 def test_copy_trains_with_a_plain_optimizer(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model)
@@ -167,8 +178,10 @@ def test_copy_trains_with_a_plain_optimizer(copied, level):
     assert torch.equal(twin.average, plain.average) and twin.average.any()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize(
+    "level, second",
+    [*((level, "O2") for level in LEVELS), *(("O2", level) for level in ("O0", "O1", "O3", "O5")), ("O1", "O5")],
+)
 def test_copy_can_be_initialized(level, second):
     model, optimizer = trained_a_little(level)
     twin = copy.deepcopy(model)
@@ -189,7 +202,7 @@ def test_copy_can_be_initialized(level, second):
     assert twin.eval()(X).shape == (3, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@EACH_LEVEL
 def test_copy_of_a_copy_is_a_copy(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(copied(model))
@@ -208,7 +221,6 @@ def test_copy_made_after_a_write_to_a_master_and_to_a_weight_has_both(copied):
     assert (twin.last.weight - torch.tensor(0.2).bfloat16().float()).abs().max() <= 2.0**-11
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_copy_inside_something_else_is_a_copy_too(level):
     model, optimizer = trained_a_little(level)
     trainer = {"nets": [model], "wrapped": nn.Sequential(model)}
@@ -221,7 +233,7 @@ def test_copy_inside_something_else_is_a_copy_too(level):
 
 
 @pytest.mark.parametrize("order", ("model first", "optimizer first"))
-@pytest.mark.parametrize("level", LEVELS)
+@EACH_LEVEL
 def test_model_and_optimizer_copied_together_train_together(copied, level, order):
     model, optimizer = trained_a_little(level)
     if order == "model first":
@@ -248,7 +260,6 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
     assert_same_values(model.state_dict(), original)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_parameters_copied_before_their_model_are_those_of_its_copy(level):
     model, _ = trained_a_little(level)
     expected = in_float32(model).state_dict()
@@ -357,7 +368,6 @@ class Careful(RowClassifier):
         return twin
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ("own __deepcopy__", "torch.fx"))
 def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     torch.manual_seed(0)
@@ -419,7 +429,6 @@ def test_saved_model_and_optimizer_load_without_ampkit(tmp_path, level):
 # copy.copy and replicas share the weights
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_shallow_copy_shares_weights_with_its_original(level):
     model, optimizer = trained_a_little(level)
     twin = copy.copy(model)
@@ -432,7 +441,6 @@ def test_shallow_copy_shares_weights_with_its_original(level):
     assert model.first.weight.dtype is (torch.float32 if level in ("O0", "O1", "O5") else torch.bfloat16)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_replica_casts_like_the_model(level):
     model, _ = trained_a_little(level)
     model.eval()
@@ -469,7 +477,6 @@ def by_parameters(average, model, decay):
 
 
 # The model's parameters() are rounded to bfloat16 (8 bits) before they are averaged, its state_dict() is not.
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("update, tolerance", ((by_state_dict, 1e-6), (by_parameters, 2**-8)))
 def test_moving_average_is_the_float32_average(level, update, tolerance):
     model, optimizer = trained_a_little(level)
@@ -486,22 +493,6 @@ def test_moving_average_is_the_float32_average(level, update, tolerance):
     # 1% of a small change is below bfloat16's resolution: an average kept in bfloat16 would have stood still.
     assert not torch.equal(found["first.weight"], found["first.weight"].bfloat16().float())
     assert torch.equal(average.eval()(X), in_float32(average)(X))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_averaged_model_of_torch_works_with_an_average_of_one_tensor_at_a_time(level):
-    model, optimizer = trained_a_little(level)
-    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
-    exact = None
-    for _ in range(5):
-        classify_rows(model, optimizer)
-        average.update_parameters(model)
-        weight = model.first.weight.detach().double()
-        exact = weight if exact is None else exact * 0.9 + weight * 0.1
-    # torch multiplies the model's weight by 0.1 in its own dtype.
-    torch.testing.assert_close(average.module.first.weight.detach().double(), exact, atol=0, rtol=2**-8)
-    assert average.module.first.weight.dtype is torch.float32
-    assert average.eval()(X).shape == (3, 2)
 
 
 def test_weights_of_an_average_load_into_the_model():

@@ -74,9 +74,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("with_state", (False, True))
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+# Adagrad has state anyway; with state and without, each optimizer meets weights that are stored and weights that are not.
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "optimizer_name, with_state", [("SGD", True), ("AdamW", False), ("Adagrad", False), ("FusedAdam", True)]
+)
 def test_trains_as_the_same_model_made_float32_by_hand(level, optimizer_name, with_state):
     model = born(torch.bfloat16)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())

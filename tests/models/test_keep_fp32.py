@@ -24,6 +24,11 @@ PATCHED, CAST = ("O1", "O5"), ("O2", "O3")
 LEVELS = PATCHED + CAST
 
 
+@pytest.fixture(params=LEVELS)
+def level(request):
+    return request.param
+
+
 class Head(nn.Sequential):
     """A type of its own, to be named in keep_fp32."""
 
@@ -98,7 +103,6 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_named_module_computes_in_float32(way, level):
     model = Net()
@@ -113,7 +117,6 @@ def test_named_module_computes_in_float32(way, level):
         assert kept == {"head.0.weight", "head.0.bias", "head.2.weight", "head.2.bias"}
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [Net, ByForward, ByLayers, Recomputed])
 def test_kept_module_is_kept_whichever_way_it_is_called(kind, level):
     model = kind()
@@ -126,7 +129,6 @@ def test_kept_module_is_kept_whichever_way_it_is_called(kind, level):
     assert is_float32s(direct, exact(given.double()))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [Net, Recomputed])
 def test_backward_of_a_kept_module_is_float32(kind, level):
     model = kind()
@@ -154,7 +156,6 @@ def test_without_keep_fp32_the_same_numbers_are_lower_precisions():
         ampkit.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_whole_model_may_be_named(level):
     model = Net()
     exact, x = copy.deepcopy(model).double(), torch.randn(6, 12)
@@ -162,7 +163,6 @@ def test_whole_model_may_be_named(level):
     assert is_float32s(model(x), exact(x.double())) and is_float32s(model.forward(x), exact(x.double()))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_shared_module_is_kept_wherever_it_is_called(level):
     shared = nn.Linear(8, 8)
     models = [nn.Sequential(nn.Linear(8, 8), shared), nn.Sequential(shared, nn.Linear(8, 8), shared)]
@@ -198,7 +198,6 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_module_list_keeps_what_is_in_it(level):
     model = initialized(Blocks(), level, keep_fp32="blocks")
     model(torch.randn(2, 8))
@@ -227,7 +226,6 @@ def test_single_parameter_is_kept_and_the_next_layer_takes_what_comes_of_it(leve
     model(torch.randn(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_single_parameter_is_stored_in_float32_and_calls_cast_it(level):
     class Table(nn.Module):
         def __init__(self):
@@ -245,7 +243,6 @@ def test_single_parameter_is_stored_in_float32_and_calls_cast_it(level):
 
 
 @pytest.mark.parametrize("names", (["1.weight", "1.bi*"], "1.*", "1.weight"), ids=str)
-@pytest.mark.parametrize("level", LEVELS)
 def test_parameters_of_a_layer_name_the_layer(level, names):
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), level, keep_fp32=names)
     assert model[1](torch.ones(1, 8).bfloat16()).dtype is F32
@@ -330,7 +327,6 @@ def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
         assert distance(found, exact) < 0.1
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_named_norm_hands_on_float32_as_all_that_is_named(norm, level):
     model = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4))
@@ -340,7 +336,6 @@ def test_named_norm_hands_on_float32_as_all_that_is_named(norm, level):
     assert model(torch.randn(3, 4)).dtype is (BF16 if level in PATCHED else F32)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_naming_the_out_projection_names_the_attention(level):
     model = nn.Sequential(nn.Linear(8, 8), Attention())
     exact = copy.deepcopy(model[1].attention).double()
@@ -358,7 +353,6 @@ class Noting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
     """torch has one kernel for the whole layer, which would not call its parts."""
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
@@ -377,7 +371,6 @@ def plain_state(model):
     return {n: (type(m), set(vars(m)), [list(vars(m)[h]) for h in hooks]) for n, m in model.named_modules()}
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_close_leaves_nothing_on_the_model(level):
     model = Net()
     before = plain_state(model)
@@ -391,7 +384,6 @@ def test_close_leaves_nothing_on_the_model(level):
 pickled = functools.partial(saved_and_loaded, weights_only=False)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("copied", [copy.copy, replica])
 def test_copy_that_shares_weights_computes_as_the_model_does(copied, level):
     model = initialized(Net(), level, keep_fp32="head")
@@ -405,7 +397,6 @@ def test_copy_that_shares_weights_computes_as_the_model_does(copied, level):
     assert given.dtype is BF16 and found.dtype is F32
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copy_of_a_closed_session_is_initialized_like_any_model(copied, level):
     model = initialized(Net(), level, keep_fp32="head")
@@ -434,7 +425,6 @@ def test_kept_module_copied_alone_is_a_float32_module():
         assert pickle.loads(pickle.dumps(twin))(x).dtype is F32
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_initialized_again_without_keep_fp32_keeps_nothing(level):
     model = Net()
     initialized(model, level, keep_fp32="head")
@@ -443,7 +433,6 @@ def test_initialized_again_without_keep_fp32_keeps_nothing(level):
     assert model.seen[0][1].dtype is BF16
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_training_moves_kept_weights(level):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -490,7 +479,6 @@ def test_after_an_error_in_a_kept_module_casts_are_on_again(level):
 # Compiled
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [Net, ByForward, ByLayers])
 def test_compiled_model_keeps_as_eager_does(kind, level):
     class Returning(kind):
@@ -523,7 +511,6 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
-@pytest.mark.parametrize("level", LEVELS)
 def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
     """torch's kernel writes to them, and takes no lower precision."""
     quantization = pytest.importorskip("torch.ao.quantization")
@@ -555,7 +542,6 @@ class Spectral(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=16)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_kept_module_with_a_complex_weight_computes_in_float32(level):
     model = nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -121,12 +121,10 @@ def test_scripted_part_without_weights_runs_in_lower_precision():
     x = torch.linspace(-1, 1, 12).reshape(3, 4)
     expected = model(x)
     ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=torch.bfloat16)
-    try:
-        assert model[1](model[0](x.bfloat16())).dtype is torch.bfloat16
-        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
-        assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
-    finally:
-        ampkit.close()
+    assert model[1](model[0](x.bfloat16())).dtype is torch.bfloat16
+    torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+    ampkit.close()
     torch.testing.assert_close(model(x), expected)
 
 
@@ -139,11 +137,9 @@ def test_scripted_part_is_cast_call_by_call_at_o1(part, level):
         expected = model(x)
     own = {"patch_torch_functions_type": torch.bfloat16} if level == "O1" else {}
     ampkit.initialize(model, opt_level=level, verbosity=0, **own)
-    try:
-        found = model(x)
-        found.float().sum().backward()
-    finally:
-        ampkit.close()
+    found = model(x)
+    found.float().sum().backward()
+    ampkit.close()
     assert found.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
     assert all(param.grad.isfinite().all() for param in model.parameters())

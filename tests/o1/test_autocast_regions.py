@@ -14,7 +14,6 @@ import ampkit
 import ampkit.casting.engine as engine_module
 from ampkit.casting.engine import active_casting
 from ampkit.casting.library import Dispatch
-from ampkit.policy.cast_rules import CastKind
 
 pytestmark = pytest.mark.switch
 
@@ -38,7 +37,6 @@ REGIONS = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*:FutureWarning")
 @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_region_switches_casts_off_and_on_again(region, in_python):
     with o1(in_python=in_python):
         seen = [product()]
@@ -56,7 +54,6 @@ def test_region_switches_casts_off_and_on_again(region, in_python):
     assert seen == [LOW, torch.float32, LOW, torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_region_with_another_dtype_is_followed(in_python):
     weight = nn.Parameter(torch.ones(2, 2))
     with o1(in_python=in_python):
@@ -68,7 +65,6 @@ def test_region_with_another_dtype_is_followed(in_python):
     assert finer.item() == 1 + 2**-10  # bfloat16 on the way would have made it 1
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_region_for_one_of_two_devices(in_python):
     with o1(device_types=("cpu", "xpu"), in_python=in_python):
         with torch.autocast("cpu", enabled=False):
@@ -309,21 +305,12 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("name", LOWERED)
 def test_rows_that_a_user_lowers_are_not_raised_by_autocast(name, in_python):
     with o1(policy={name: "lower"}, in_python=in_python):
         assert LOWERED[name](torch.rand(2, 2)).dtype is LOW
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
-def test_bfloat16_function_in_a_session_in_float16(in_python):
-    with o1(torch.float16, in_python=in_python) as casting:
-        casting.register(CastKind.BFLOAT16, torch, "einsum")
-        assert torch.einsum("ij,jk->ik", torch.rand(2, 2), torch.rand(2, 2)).dtype is LOW
-
-
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_sequences_of_the_other_lower_precision_still_join(in_python):
     with o1(in_python=in_python):
         assert torch.cat([torch.ones(2).half(), torch.ones(2).half()]).dtype is torch.float16
@@ -417,7 +404,6 @@ def in_the_forward(model):
     model(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize(
     "close", [in_a_hook, while_data_is_fetched, in_a_function_of_torchs, in_casts_that_are_disabled, in_the_forward]
 )

@@ -79,7 +79,6 @@ CALLS_AND_HOLDERS = others_slow(
 )
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("name, holder", CALLS_AND_HOLDERS)
 def test_functions_are_cast_as_by_autocast(name, holder, in_python):
     function, arguments = CALLS[name]

@@ -294,7 +294,6 @@ def test_cache_is_bypassed_while_compiling(casting, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("in_python", [False, True])
 def test_cast_of_one_stream_is_not_used_on_another(in_python):
     with o1(device_types=("cuda",), in_python=in_python) as casting, casting.caches.call():
         weight, x = nn.Parameter(torch.rand(3, 3, device="cuda")), torch.rand(3, 3, device="cuda")

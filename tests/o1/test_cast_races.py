@@ -156,7 +156,6 @@ def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
     assert not cache.bypassed and not new.bypassed
 
 
-@pytest.mark.parametrize("in_python", [True, False])
 def test_what_another_thread_calls_while_torch_is_patched_is_not_cast(monkeypatch, in_python):
     seen = []
 

@@ -28,7 +28,6 @@ def drawn(make, parameter):
     return sample.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_sample_of_lower_precision_parameters_is_float32s(name, lower, in_python):
@@ -41,7 +40,6 @@ def test_sample_of_lower_precision_parameters_is_float32s(name, lower, in_python
     torch.testing.assert_close(gradient.float(), expected[1], rtol=4 * tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 def test_functions_that_draw_compute_in_float32(lower, in_python):
     a, x = torch.tensor([1.5, 2.0]), torch.tensor([0.25, 0.75])

@@ -113,7 +113,6 @@ def saved_by(call):
     return saved
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("name", CASES)
 def test_autograd_saves_no_float32_copy(name, in_python):
     x, weights, call = made(name, torch.bfloat16)
@@ -378,7 +377,6 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("rows, kept", [(1023, torch.float32), (1024, torch.bfloat16)])
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, rows, kept, in_python, monkeypatch):

@@ -10,7 +10,6 @@ import ampkit
 pytestmark = pytest.mark.switch
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 def test_array_of_a_lower_precision_result_is_float32(lower, in_python):
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]])
@@ -44,7 +43,6 @@ def test_gradient_is_still_asked_to_be_detached():
         torch.ones(2, dtype=torch.bfloat16, requires_grad=True).numpy()
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_results_brought_to_the_host_have_arrays_too(in_python):
     # The session is on an accelerator, and touches no tensors on the host but those that NumPy does not know.
     with o1(device_types=("cuda",), in_python=in_python):

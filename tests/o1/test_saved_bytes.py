@@ -116,7 +116,6 @@ def bytes_saved(model, x, loss_of):
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_is_kept_than_under_autocast(case, in_python):
     make, inputs, loss_of, part = CASES[case]

@@ -1,6 +1,5 @@
 """What users of torch's functions count on, while wrappers stand in their places."""
 
-import collections
 import copy
 import inspect
 import pickle
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.switch
 X = torch.linspace(-2.0, 2.0, 4).reshape(2, 2)
 LOW = X.bfloat16()
 
-Pair = collections.namedtuple("Pair", "first second")
 HANDLED: typing.Final = {}
 
 
@@ -101,29 +99,6 @@ def test_function_mode_sees_calls_and_casts_hold():
     assert product.dtype is torch.bfloat16 and result.dtype is torch.float32
     assert torch.equal(product, torch.mm(LOW, LOW))
     assert {"mm", "softmax"} <= set(names)
-
-
-def test_containers_keep_their_types_at_any_depth():
-    seen = []
-
-    def take(*args, **kwargs):
-        seen.append((args, kwargs))
-
-    given = {"deep": [Pair(X, (X, [collections.OrderedDict(x=X)])), "text"], "none": None}
-    before = copy.deepcopy(given)
-    function = ampkit.half_function(take)
-    with o1():
-        function([Pair(X, X)], **given)
-    (([pair],), kwargs) = seen[0]
-    assert type(pair) is Pair and pair.first.dtype is torch.bfloat16
-    deep = kwargs["deep"][0]
-    assert type(kwargs["deep"]) is list and type(deep) is Pair and type(deep.second) is tuple
-    assert type(deep.second[1][0]) is collections.OrderedDict
-    assert deep.first.dtype is deep.second[0].dtype is deep.second[1][0]["x"].dtype is torch.bfloat16
-    assert kwargs["deep"][1] == "text" and kwargs["none"] is None
-    # What was given is as it was.
-    assert given["deep"][0].first is X and given["deep"][0].second[1][0]["x"] is X
-    assert given.keys() == before.keys()
 
 
 PRODUCT = {"input": X, "mat2": torch.nn.Parameter(X.clone(), requires_grad=False)}  # a cast of a weight is kept
