@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday.networks import Transformer
 from helpers import STORED_BF16, ResNet, at, o1, others_slow
 from torch import nn
 
@@ -27,41 +28,6 @@ class MLP(nn.Sequential):
 
     def forward(self, x):  # dynamo leaves forwards of torch.nn's own classes uncompiled when they come first
         return super().forward(x)
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(width, dim=2)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, vocabulary=32, width=16, layers=2, length=8):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.ModuleList(Block(width, heads=2) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids):
-        x = self.tokens(ids) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Recurrent(nn.Module):
@@ -83,8 +49,9 @@ def make_resnet():
 
 
 def make_gpt():
-    ids = torch.randint(32, (2, 9))
-    return GPT(), ids[:, :-1], ids[:, 1:]
+    ids, model = torch.randint(32, (2, 9)), Transformer()
+    model.head.weight = model.table.weight
+    return model, ids[:, :-1], ids[:, 1:]
 
 
 def make_lstm():

@@ -426,7 +426,6 @@ def test_device_types_that_change_inside_a_region_are_cast_after_it():
 
 
 def test_step_in_one_thread_leaves_a_forward_in_another_alone():
-    """Forward passes while another thread trains: every output in lower precision, no error."""
     model = nn.Linear(64, 64)
     other = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -349,7 +349,6 @@ def test_compiled_code_disables_casts_after_a_session_of_another_thread():
 
 
 def test_sessions_of_both_kinds_count_together():
-    """A session at O1 is live, and one at O2: each ends for itself."""
     function, low = float_function(dtypes), torch.ones(2).bfloat16()
     patched, cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     ampkit.initialize(patched, opt_level="O1", verbosity=0)

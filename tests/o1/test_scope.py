@@ -194,15 +194,7 @@ def test_compiled_model_is_cast_and_what_surrounds_it_is_not(backend):
     assert torch.equal(uncast, model(x)) and not torch.equal(cast, uncast)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-def test_other_levels_have_no_scope(level):
-    with pytest.raises(ConfigurationError, match="scope='forward' is not accepted: expected 'process' at"):
-        ampkit.initialize(nn.Linear(2, 2), opt_level=level, scope="forward", verbosity=0)
-
-
-def test_unknown_scope_and_two_scopes_at_once_are_refused():
-    with pytest.raises(ConfigurationError, match=r"scope='module' is not accepted: expected 'process' .* or 'forward'"):
-        ampkit.initialize(nn.Linear(2, 2), opt_level="O1", scope="module", verbosity=0)
+def test_two_scopes_at_once_are_refused():
     model = initialized(Watched())
     with pytest.raises(ConfigurationError, match="scope='process'"):
         ampkit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)

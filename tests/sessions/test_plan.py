@@ -170,6 +170,7 @@ REFUSED = (
     ("O1", "policy", "nvidia", ("'nvidia'", "apex", "default")),
     ("O1", "on_floor", "stop", ("'stop'", "'raise' or 'warn'")),
     ("O0 O2 O3", "scope", "forward", ("'forward'", "'process' at", "O1 or O4")),
+    ("O1", "scope", "module", ("scope='module'", "'process'", "'forward'")),
     ("O1", "half", True, ("'half'", "known are", "loss_scale")),
 )
 REFUSED_ROWS = [(level, *rest) for levels, *rest in REFUSED for level in levels.split()]
