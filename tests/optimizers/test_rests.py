@@ -1,12 +1,10 @@
 """Weights and rests in training: beside whole float32 masters, resumed, lent, copied and closed."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, iterate, random_batch, saved_and_loaded
+from helpers import STORED_BF16, at, iterate, random_batch
 from torch import nn
 
 import ampkit
@@ -93,31 +91,6 @@ def test_training_is_that_of_whole_float32_masters(make, build, steps, dtype):
     assert any(not torch.equal(m.detach(), m.detach().to(dtype).float()) for m in masters)
 
 
-def adamw_in_8_bits(params):
-    return optimizers.FusedAdam(params, lr=3e-3, state_dtype="int8")
-
-
-@pytest.mark.parametrize("dtype", LOWER)
-@pytest.mark.parametrize("make", [adamw, sgd, adamw_in_8_bits, torch_adamw])
-def test_a_resumed_run_is_the_same_run(make, dtype):
-    model, optimizer = initialized(make, dtype)
-    iterate(loss_of(model), optimizer, times=5)
-    saved = saved_and_loaded(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
-    )
-    iterate(loss_of(model), optimizer, times=5)
-    expected = float32_values(model)
-    ampkit.close()
-    again, optimizer = initialized(make, dtype, net(seed=3))
-    again.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    ampkit.load_state_dict(saved["amp"])
-    assert_same(float32_values(again), dict(saved["model"]))
-    assert all(not x.is_floating_point() or x.dtype is torch.float32 for x in saved["model"].values())
-    iterate(loss_of(again), optimizer, times=5)
-    assert_same(float32_values(again), expected)
-
-
 def trained(**settings):
     model, optimizer = initialized(**settings)
     iterate(loss_of(model), optimizer, times=3)
@@ -146,26 +119,6 @@ def test_close_gives_the_float32_values_back():
     loss_of(model)().backward()
     optimizer.step()
     assert all(s["exp_avg"].dtype is torch.float32 and float(s["step"]) == 4 for s in optimizer.state.values())
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copied_pair_is_float32_and_trains(copied):
-    model, optimizer = trained()
-    twin, twin_optimizer = copied((model, optimizer))
-    assert_same(dict(twin.state_dict()), float32_values(model))
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in twin_optimizer.param_groups[0]["params"]}
-    loss_of(twin)().backward()
-    twin_optimizer.step()
-    assert not torch.equal(twin[0].weight, model.state_dict()["0.weight"])
-
-
-def test_an_average_of_the_models_values_is_float32():
-    model, _ = trained()
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    average.update_parameters(model)
-    first = float32_values(model)
-    assert all(p.dtype is torch.float32 for p in average.parameters())
-    assert all(torch.equal(p, q) for p, q in zip(average.module.parameters(), first.values()))
 
 
 # Gradients
@@ -289,19 +242,6 @@ def test_gradients_taken_off_a_list_of_masters_are_not_stepped_with():
     assert_same(float32_values(model), before)
 
 
-def test_a_weight_that_is_exchanged_for_a_larger_one_is_its_own_value():
-    model, optimizer = trained()
-    with ampkit.scale_loss(loss_of(model)(), optimizer) as scaled:
-        scaled.backward()
-    next(ampkit.master_params(optimizer))
-    rows = torch.randn(9, 8).to(BF16)
-    model[2].weight.data = rows
-    assert torch.equal(model.state_dict()["2.weight"], rows.float())
-    ampkit.close()
-    assert torch.equal(model[2].weight, rows.float()) and model[2].weight.grad is None
-    assert model[0].weight.grad is not None and model[0].weight.grad.dtype is torch.float32
-
-
 def test_masters_that_were_kept_over_close_write_nowhere():
     model, optimizer = trained()
     kept = list(ampkit.master_params(optimizer))
@@ -312,18 +252,6 @@ def test_masters_that_were_kept_over_close_write_nowhere():
     del kept
     gc.collect()
     assert_same(dict(model.state_dict()), expected)
-
-
-def test_a_skipped_step_leaves_weights_and_rests():
-    model, optimizer = initialized(loss_scale="dynamic")
-    iterate(loss_of(model), optimizer, times=2)
-    before = float32_values(model)
-    loss = loss_of(model)
-    iterate(lambda: loss() * float("inf"), optimizer)
-    assert ampkit.step_was_skipped(optimizer)
-    assert_same(float32_values(model), before)
-    iterate(loss, optimizer)
-    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
 def test_parameters_of_two_optimizers_come_back_once():
@@ -369,11 +297,3 @@ def test_frozen_tied_and_later_parameters():
     assert not torch.equal(model.state_dict()["2.weight"], original["2.weight"])
     assert torch.equal(model.state_dict()["2.bias"], original["2.bias"])
     assert model[0].weight.dtype is BF16 and model[2].weight.dtype is torch.float32  # which no optimizer held at first
-
-
-def test_a_second_initialize_goes_on_from_the_float32_values():
-    model, optimizer = trained()
-    expected = float32_values(model)
-    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
-    assert_same(float32_values(model), expected)
-    iterate(loss_of(model), optimizer)
