@@ -1,7 +1,6 @@
 """Fused optimizers over stored weights: one pass from gradients to masters and weights, judged by torch.optim in float64."""
 
 import copy
-import functools
 import gc
 import math
 
@@ -361,39 +360,6 @@ def test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed()
     F.mse_loss(model(random_batch(1)[0]).float(), random_batch(1)[1]).backward()
     optimizer.step()
     assert not torch.equal(before[0], masters(optimizer)[0])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("make", [FusedSGD, functools.partial(torch.optim.SGD, fused=True)], ids=["ours", "torch"])
-def test_good_gradients_that_a_script_puts_after_an_overflow_are_taken(make, level):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    optimizer = make(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
-    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() * math.inf, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.step()
-    assert model.weight.item() == 1.0  # step_was_skipped() would clear the gradients
-    model.weight.grad = torch.full_like(model.weight, 0.25)
-    optimizer.step()
-    assert model.weight.item() == 0.75 and not ampkit.step_was_skipped(optimizer)
-    optimizer.step()
-    assert model.weight.item() == 0.5
-
-
-def test_overflow_that_nobody_clears_does_not_stop_the_training():
-    model, optimizer = with_fused(lambda p: FusedSGD(p, lr=0.1))
-    backward_on_batch(model, optimizer, factor=math.inf)
-    optimizer.step()
-    backward_on_batch(model, optimizer)
-    optimizer.step()
-    assert not ampkit.step_was_skipped(optimizer)
-    twin, twin_optimizer = with_fused(lambda p: FusedSGD(p, lr=0.1))
-    backward_on_batch(twin, twin_optimizer)
-    twin_optimizer.step()
-    for found, expected in zip(masters(optimizer), masters(twin_optimizer)):
-        assert found.isfinite().all() and torch.equal(found, expected)
 
 
 def test_groups_added_later_step_with_their_own_count_and_rate():

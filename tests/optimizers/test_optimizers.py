@@ -126,7 +126,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ("O0", "O2", "O5"))
 @pytest.mark.parametrize("first_step", ("taken", "skipped"))
 @pytest.mark.parametrize("made", ("before", "after"))
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
@@ -672,19 +672,6 @@ def test_gradients_of_none_are_no_gradients(level):
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in ampkit.master_params(optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_step_without_scale_loss_trains_all_the_same(level):
-    expected = plain_weights(steps=2)
-    model = make_model()
-    optimizer = sgd(model.parameters())
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-    assert_close_to_plain(model, expected)
 
 
 STEPS_UNDER_CHANGED_ROWS = {

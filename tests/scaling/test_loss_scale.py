@@ -19,65 +19,41 @@ def iterate(scaler, *overflows):
     return scales
 
 
-def test_dynamic_scale_starts_at_2_to_16():
-    assert LossScaler().loss_scale == 65536.0
+EAGER = DynamicLossScale(growth_interval=1)
+ODD = DynamicLossScale(init_scale=9.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+PATIENT = DynamicLossScale(init_scale=8.0, hysteresis=2)
+#: A scaler; which iterations overflow; the scale after each, and the clean iterations that are counted then.
+ON_PAPER = {
+    "doubles after 2000 clean ones": ([], [0] * 2000, [2.0**16] * 1999 + [2.0**17], 0),
+    "counts up to there": ([], [0] * 1999, [2.0**16] * 1999, 1999),
+    "halves, and counts anew": (
+        [],
+        [*[0] * 1500, 1, 1, *[0] * 2000],
+        [2.0**16] * 1500 + [2.0**15, 2.0**14] + [2.0**14] * 1999 + [2.0**15],
+        0,
+    ),
+    # 2^16 halves 30 times down to 2^-14 and stays: it never reaches zero.
+    "stops at its floor": ([], [1] * 40, [2.0 ** (15 - i) for i in range(30)] + [2.0**-14] * 10, 0),
+    "begins at a maximum below 2^16": ([DynamicLossScale(), 2.0**-14, 1024.0], [0, 1], [1024.0, 512.0], 0),
+    "stops at its maximum": ([EAGER, 2.0**-14, 2.0**18], [0, 0, 0], [2.0**17, 2.0**18, 2.0**18], 0),
+    "has other factors": ([ODD], [0, 0, 1, 0, 0], [9.0, 27.0, 6.75, 6.75, 20.25], 0),
+    # The second overflow halves; a clean iteration gives the patience back.
+    "waits for as many overflows": ([PATIENT], [1, 1, 1, 0, 1, 1], [8.0, 4.0, 2.0, 2.0, 2.0, 1.0], 0),
+    "stays, where it is static": ([128.0], [0, 1, 1, 0], [128.0] * 4, 1),
+}
 
 
-@pytest.mark.parametrize(("maximum", "first"), [(1024.0, 1024.0), (2.0**24, 65536.0)])
-def test_first_scale_when_the_maximum_is_lower(maximum, first):
-    assert LossScaler(max_loss_scale=maximum).loss_scale == first
-
-
-def test_scale_doubles_after_2000_clean_iterations():
-    scaler = LossScaler()
-    assert iterate(scaler, *[0] * 1999)[-1] == 65536.0
-    assert scaler.unskipped == 1999
-    assert iterate(scaler, 0) == [131072.0]
-    assert scaler.unskipped == 0
-
-
-def test_scale_halves_on_overflow_and_counts_anew():
-    scaler = LossScaler()
-    iterate(scaler, *[0] * 1500)
-    assert iterate(scaler, 1, 1) == [32768.0, 16384.0]
-    assert scaler.unskipped == 0
-    assert iterate(scaler, *[0] * 2000)[-2:] == [16384.0, 32768.0]
-
-
-def test_scale_stops_at_its_floor_and_never_reaches_zero():
-    scaler = LossScaler()
-    scales = iterate(scaler, *[1] * 40)
-    # 2^16 halves 30 times down to 2^-14 and stays.
-    assert scales[29] == 2.0**-14
-    assert set(scales[29:]) == {2.0**-14}
-
-
-def test_scale_stops_at_its_maximum():
-    scaler = LossScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
-    assert iterate(scaler, 0, 0, 0) == [2.0**17, 2.0**18, 2.0**18]
+@pytest.mark.parametrize("case", ON_PAPER)
+def test_a_scale_is_the_rule_on_paper(case):
+    settings, overflows, scales, unskipped = ON_PAPER[case]
+    scaler = LossScaler(*settings)
+    assert iterate(scaler, *overflows) == scales and scaler.unskipped == unskipped
 
 
 def test_scale_set_by_hand_above_the_maximum_is_not_lowered_by_growth():
-    scaler = LossScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
+    scaler = LossScaler(EAGER, max_loss_scale=2.0**18)
     scaler.loss_scale = 2.0**20
     assert iterate(scaler, 0, 1) == [2.0**20, 2.0**19]
-
-
-def test_rule_with_other_factors():
-    rule = DynamicLossScale(init_scale=9.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
-    assert iterate(LossScaler(rule), 0, 0, 1, 0, 0) == [9.0, 27.0, 6.75, 6.75, 20.25]
-
-
-def test_hysteresis_waits_for_that_many_overflows():
-    scaler = LossScaler(DynamicLossScale(init_scale=8.0, hysteresis=2))
-    # The second overflow halves; a clean iteration gives the patience back.
-    assert iterate(scaler, 1, 1, 1, 0, 1, 1) == [8.0, 4.0, 2.0, 2.0, 2.0, 1.0]
-
-
-def test_static_scale_stays_whatever_happens():
-    scaler = LossScaler(128.0)
-    assert iterate(scaler, 0, 1, 1, 0) == [128.0] * 4
-    assert scaler.unskipped == 1
 
 
 def test_what_was_found_is_read_late_and_once():

@@ -77,20 +77,6 @@ def test_zero_grad_inside_the_block_clears(level, who, set_to_none):
 
 
 @pytest.mark.parametrize("level", SCALED)
-def test_gradients_of_a_skipped_step_that_nobody_cleared_are_not_stepped(level):
-    model, optimizer = initialized(level)
-    skipped = []
-    for index in range(4):
-        block(model, optimizer, math.inf if index == 1 else 1.0)
-        optimizer.step()
-        skipped.append(ampkit.step_was_skipped(optimizer))
-        if not skipped[-1]:
-            optimizer.zero_grad()
-    assert skipped == [False, True, False, False]
-    assert all(p.isfinite().all() for p in ampkit.master_params(optimizer))
-
-
-@pytest.mark.parametrize("level", SCALED)
 def test_step_inside_the_block_is_refused(level):
     model, optimizer = initialized(level)
     before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
@@ -118,7 +104,7 @@ def test_clipping_while_gradients_are_pending_clips_the_step(level, pending):
     assert math.isclose(moved, 0.01, rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("clear", ["model", "optimizer", "each"])
 def test_loop_without_scale_loss_steps_the_newest_gradients(level, clear):
     model, optimizer = initialized(level)
