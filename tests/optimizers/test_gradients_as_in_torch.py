@@ -83,10 +83,6 @@ def with_one_removed(model, step):
     model[2].weight.grad = None
 
 
-def nothing(model, step):
-    """The plain step."""
-
-
 WAYS = [
     halved,
     halved_through_data,
@@ -392,26 +388,6 @@ def test_writing_after_clip_grad_norm_is_an_error():
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
-@pytest.mark.parametrize("clip", ["clamp_", "data.clamp_", "clip_grad_norm_", "set"])
-def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
-    """``for group in optimizer.param_groups: for p in group["params"]:`` is an ordinary line of older scripts."""
-    model, optimizer = one_weight(1.0, make_optimizer, opt_level="O2")
-    backward_of_one_weight(model, optimizer, 0.25)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if clip == "clip_grad_norm_":
-        assert nn.utils.clip_grad_norm_(params, 0.125).item() == 0.25
-    for p in params:
-        if clip == "clamp_":
-            p.grad.clamp_(-0.125, 0.125)
-        elif clip == "data.clamp_":
-            p.grad.data.clamp_(-0.125, 0.125)
-        elif clip == "set":
-            p.grad = torch.full_like(p, 0.125)
-    optimizer.step()
-    assert abs(params[0].item() - 0.875) < 1e-6
-
-
-@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("named", ["one for both", "both", "the first"])
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_clearing_inside_the_block_clears(level, named, make_optimizer):
@@ -491,21 +467,6 @@ def test_a_zero_grad_that_the_script_has_written_is_called(base):
     assert Counting.cleared == 1 and model.weight.grad is None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_optimizer_of_another_initialize_call_is_unscaled_too(level):
-    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    for model, optimizer in zip(models, optimizers):
-        nn.init.constant_(model.weight, 1.0)
-        ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
-    with ampkit.scale_loss(models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0]) as scaled_loss:
-        scaled_loss.backward()
-    assert [model.weight.grad.item() for model in models] == [0.25, 0.25]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [next(ampkit.master_params(optimizer)).item() for optimizer in optimizers] == [0.75, 0.75]
-
-
 @pytest.mark.parametrize("clear", ["model", "by hand"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", STORED_BF16, "O4", "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
@@ -583,20 +544,6 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     models[1].weight.grad = None
     backward_of_one_weight(models[0], optimizers[0], 0.25)  # neither is still open
     assert models[0].weight.grad.item() == 0.5
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
-@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
-def test_a_second_step_with_the_same_gradients_is_clipped_too(make_optimizer, level):
-    model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
-    backward_of_one_weight(model, optimizer, 128.0)
-    ampkit.clip_grad_norm_(optimizer, 1.0)
-    for _ in range(2):
-        optimizer.step()
-    assert abs(next(ampkit.master_params(optimizer)).item() + 2.0) < 1e-5
-    backward_of_one_weight(model, optimizer, 2.0)  # is added to what was clipped, as in torch
-    optimizer.step()
-    assert abs(next(ampkit.master_params(optimizer)).item() + 5.0) < 1e-5
 
 
 def test_what_float16_cannot_hold_unscaled_outlives_a_delayed_block_too():
