@@ -159,8 +159,7 @@ def test_recurrent_cells_run_in_half(handle, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("layers, both_ways", [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize("layers, both_ways, dtype", [(1, False, HALF), (2, True, FLOAT)])
 def test_recurrent_layers_run_in_half(handle, kind, layers, both_ways, dtype):
     layer = LAYERS[kind](H, H, num_layers=layers, bidirectional=both_ways)
     x = torch.randn(T, B, H, dtype=dtype).requires_grad_()

@@ -68,14 +68,12 @@ class Run:
         return [model(self.x) for model in self.models]
 
 
-@pytest.fixture(params=[False, True], ids=["one optimizer", "two optimizers"])
-def two_optimizers(request):
-    return request.param
+#: How gradients are cleared, how many loss scalers there are, and whether each model has an optimizer of its own.
+WAYS = [("none", 1, True), ("model", 2, True), ("optimizer", 2, False), ("optimizer", 1, False)]
 
 
 @pytest.mark.parametrize("level, overflow", LEVELS_AND_OVERFLOWS)
-@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
-@pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.parametrize("how, scalers, two_optimizers", WAYS)
 def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optimizers):
     plain = Run(two_optimizers)
     expected = []
@@ -118,9 +116,9 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
-@pytest.mark.parametrize("zero_before_add", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "how, zero_before_add, accumulate", [("none", False, True), ("model", True, True), ("optimizer", True, False)]
+)
 def test_add_param_group(amp, level, how, zero_before_add, accumulate):
     def train(with_amp):
         first, second = Mixed(1), Mixed(2)

@@ -416,29 +416,6 @@ class Lookahead(torch.optim.Optimizer):
                 p.copy_(s)
 
 
-class SAM(torch.optim.Optimizer):
-    """Climbs along the gradient, takes the gradient there, and steps from where it was."""
-
-    def __init__(self, params, base, rho=0.05):
-        super().__init__(params, {"rho": rho})
-        self.base = base(self.param_groups)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def climb(self):
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.float().norm() for p in params]).norm()
-        for p in params:
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p, state in self.state.items():
-            p.copy_(state["old"])
-        self.base.step()
-
-
 UNUSUAL = {
     "bare": Bare,
     "wrapping": lambda params: Wrapping(sgd(params)),
@@ -466,25 +443,6 @@ def test_unusual_optimizer_trains_like_in_float32(kind, level):
     assert keys <= set(model.parameters())
     ampkit.close()
     assert set(optimizer.state) == keys
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_sam_climbs_on_the_masters_and_trains_like_in_float32(level):
-    def train(model, optimizer, scaled):
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward_of(model, optimizer) if scaled else loss_of(model).backward()
-            optimizer.climb()
-            optimizer.zero_grad()
-            backward_of(model, optimizer) if scaled else loss_of(model).backward()
-            optimizer.step()
-
-    plain, model = make_model(), make_model()
-    train(plain, SAM(plain.parameters(), sgd), scaled=False)
-    optimizer = SAM(model.parameters(), sgd)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    train(model, optimizer, scaled=True)
-    assert_close_to_plain(model, plain.state_dict())
 
 
 def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
