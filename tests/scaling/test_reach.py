@@ -373,25 +373,6 @@ def soft_prompt(amp):
     return result + weights(a) + [copied(prompt)]
 
 
-def adversarial_delta(amp):
-    """The fast gradient sign method: an ascent first, with a delta made anew, then a step with what it found."""
-    a, of_a = session(amp, 1)
-    result = []
-    for _ in range(2):
-        delta = torch.zeros_like(X, requires_grad=True)
-        of_a.zero_grad()
-        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
-            scaled.backward()
-        result.append(copied(delta.grad))
-        delta = (0.25 * delta.grad).detach()
-        of_a.zero_grad()
-        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
-            scaled.backward()
-        result += grads(a)
-        of_a.step()
-    return result + weights(a)
-
-
 def adversarial_delta_that_is_kept(amp):
     """Free adversarial training: the delta lives on, and its gradient is cleared in place."""
     (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
@@ -654,28 +635,6 @@ def checkpoint_around_a_whole_iteration_of_another_session(amp):
 # Loops as they were written for Apex
 
 
-def dcgan(amp):
-    g, d = net(1), net(2, 1)
-    of_g, of_d = sgd(g), sgd(d)
-    amp.initialize([g, d], [of_g, of_d])
-    result = []
-    for index in range(3):
-        d.zero_grad()
-        with amp.scale_loss(loss_of(d(X + index) - 1.0), of_d) as scaled:
-            scaled.backward()
-        fake = g(X).float()
-        with amp.scale_loss(loss_of(d(fake.detach())), of_d) as scaled:
-            scaled.backward()
-        result += grads(d)
-        of_d.step()
-        g.zero_grad()
-        with amp.scale_loss(loss_of(d(fake) - 1.0), of_g) as scaled:
-            scaled.backward()
-        result += grads(g, d)
-        of_g.step()
-    return result + weights(g, d)
-
-
 def cyclegan(amp):
     generators, critics = [net(1), net(2)], [net(3, 1), net(4, 1)]
     of_generators = torch.optim.SGD([p for g in generators for p in g.parameters()], lr=2.0**-6)
@@ -705,45 +664,6 @@ def cyclegan(amp):
             result += grads(critic)
             optimizer.step()
     return result + weights(*generators, *critics)
-
-
-def maml(amp):
-    a, of_a = session(amp, 1)
-    for _ in range(2):
-        of_a.zero_grad()
-        total = 0.0
-        for task in (0.0, 1.0):
-            fast = a.weight.float()
-            (slope,) = torch.autograd.grad(
-                loss_of(nn.functional.linear(X + task, fast) - task), fast, create_graph=True
-            )
-            total = total + loss_of(nn.functional.linear(X - task, fast - 0.125 * slope))
-        with amp.scale_loss(total / 2, of_a) as scaled:
-            scaled.backward()
-        result = grads(a)
-        of_a.step()
-    return result + weights(a)
-
-
-def gradient_penalty(amp):
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
-    result = []
-    for _ in range(2):
-        of_d.zero_grad()
-        fake = g(X).float().detach()
-        between = (0.5 * X + 0.5 * fake).requires_grad_()
-        (slope,) = torch.autograd.grad(d(between).float().square().sum(), between, create_graph=True)
-        loss = d(fake).float().mean() - d(X).float().mean() + (slope.norm(dim=1) - 1.0).square().mean()
-        with amp.scale_loss(loss, of_d) as scaled:
-            scaled.backward()
-        result += grads(d)
-        of_d.step()
-        of_g.zero_grad()
-        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
-            scaled.backward()
-        result += grads(g, d)
-        of_g.step()
-    return result + weights(g, d)
 
 
 def lbfgs_with_a_block_in_its_closure(amp):
@@ -950,7 +870,6 @@ SCRIPTS = [
     weights_of_losses_over_micro_batches,
     weights_of_losses_that_wait_for_the_step,
     soft_prompt,
-    adversarial_delta,
     adversarial_delta_that_is_kept,
     gradients_of_inputs,
     gradients_of_inputs_alone,
@@ -969,10 +888,7 @@ SCRIPTS = [
     features_retained_by_a_loss_of_their_own_in_the_block,
     block_without_a_scale_in_the_same_with,
     checkpoint_around_a_whole_iteration_of_another_session,
-    dcgan,
     cyclegan,
-    maml,
-    gradient_penalty,
     sessions_made_in_main_and_trained_in_another_thread,
     block_opened_in_one_thread_and_gone_backward_in_another,
 ]
