@@ -175,8 +175,10 @@ def assert_step_without_gradients_changes_nothing(model, optimizer):
     assert all(torch.equal(after[name], value) or value.isnan().any() for name, value in before.items())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting, optimizer",
+    [*((setting, "FusedSGD") for setting in SETTINGS), ("O2", "SGD"), ("bfloat16", "AdamW"), ("float16", "FusedAdam")],
+)
 @pytest.mark.parametrize("way", WRITTEN, ids=lambda way: way.__name__)
 def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     model, optimizer = prepared(setting, optimizer)
@@ -357,8 +359,13 @@ def trained_on(model):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("meanwhile", [evaluated, saved, trained_on, copy.deepcopy, lambda model: None])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting, meanwhile",
+    [
+        *((setting, evaluated) for setting in SETTINGS),
+        *(("O2", meanwhile) for meanwhile in (saved, trained_on, copy.deepcopy, lambda model: None)),
+    ],
+)
 @pytest.mark.parametrize("way", PUT_BACK)
 def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
     model, optimizer = prepared(setting)

@@ -1,6 +1,7 @@
 """Running statistics stay finite: what is not goes back to its last finite value, the rest stays as forwards have made it."""
 
 import copy
+import itertools
 import math
 import threading
 
@@ -137,8 +138,13 @@ def test_statistics_are_those_of_a_plain_model_that_is_put_right_by_hand(name):
     assert int(model[1].num_batches_tracked) == int(model[10].count) == 5 and int(model[8].num_batches_tracked) == 0
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    "level, name",
+    [
+        *itertools.product(("O1", "O2", "O3", "O4", "O5"), ("FusedSGD",)),
+        *itertools.product(("O2",), list(OPTIMIZERS)[1:]),
+    ],
+)
 def test_statistics_at_every_level(level, name):
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS[name], level, loss_scale=128.0)
     good, bad, last = batches(3, 1)
@@ -168,8 +174,7 @@ def test_only_the_bad_channel_goes_back(name):
     assert ampkit.step_was_skipped(optimizer) and all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("name, bad", [("SGD", 0), ("SGD", 2), *((name, 1) for name in OPTIMIZERS)])
 def test_of_several_micro_batches_the_good_ones_stay(name, bad):
     plain, (model, optimizer) = Net(), initialize_quietly(Net(), OPTIMIZERS[name], "O0", loss_scale="dynamic")
     for x in batches(3, bad):
@@ -420,8 +425,7 @@ def test_a_forward_that_is_computed_again_in_the_backward_pass():
     assert int(model.net[1].num_batches_tracked) == 10
 
 
-@pytest.mark.parametrize("compile_first", [True, False])
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD"])
+@pytest.mark.parametrize("name, compile_first", [("FusedSGD", True), ("SGD", False)])
 def test_a_compiled_model(name, compile_first):
     """The graph updates the statistics; they are looked at outside of it, for the first trace as for each later call."""
     good = batches(2, None)
