@@ -166,9 +166,8 @@ class _Shadows(Watch):
             return
         key = call.site, call.function, call.backward
         if key not in self.rows or excess > self.rows[key].excess:
-            self.rows[key] = Difference(
-                call.site, call.function, str(call.op), call.module, out.dtype, call.backward, error, of_inputs, excess
-            )
+            errors = {"error": error, "error_of_inputs": of_inputs, "excess": excess}
+            self.rows[key] = Difference(**call.where(), dtype=out.dtype, **errors)
 
 
 def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:

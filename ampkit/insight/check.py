@@ -11,9 +11,8 @@ import argparse
 import logging
 import os
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
-from ..events import Listener, forwards, listening, steps
+from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..logs import is_rank_zero, logger
 from ..patching import PatchSet, Undo
@@ -32,14 +31,14 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
-from .explain import Explanation, ModuleRow, OptimizerRow, explain
+from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
 from .record.arithmetic import product_of
 from .repeating import unwatched
 from .sites import hide_observers, look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Watch, tensors_in
+from .watching import Call, Watch, telling_first, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -102,7 +101,6 @@ def _read_file(path: str) -> int:
 
 
 def _print_report(script: str, observer: Observer) -> bool:
-    """Returns whether it names a mistake."""
     lines, has_mistakes = report(script, observer)
     if is_rank_zero():
         print("\n".join(lines), flush=True)
@@ -113,11 +111,14 @@ class _Enough(BaseException):
     """Raised through the script where enough was seen."""
 
 
-class Observer(logging.Handler, Listener):
+class Observer(Watch, logging.Handler):
     """What a script did while `watching`, for ``iterations`` steps. Warnings of ampkit count among its ``mistakes``."""
 
+    sources = (forwards, steps, calls_of_torch)
+
     def __init__(self, iterations: int) -> None:
-        super().__init__(logging.WARNING)
+        Watch.__init__(self)
+        logging.Handler.__init__(self, logging.WARNING)
         self.iterations = iterations
         self.steps: dict[Any, int] = {}  # by optimizer
         self.backward_passes = self.forward_passes = 0
@@ -131,7 +132,6 @@ class Observer(logging.Handler, Listener):
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
-        self._here = threading.local()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._autocast_off = 0
         self._is_scaled = self.has_scaler = False
@@ -140,19 +140,19 @@ class Observer(logging.Handler, Listener):
     def watching(self) -> Iterator[None]:
         patches = PatchSet()
         with Undo() as undo:
-            undo.enter_context(listening(self, forwards, steps, calls_of_torch))
+            undo.enter_context(self)
             undo.callback(patches.restore)
-            for owner, name, method in (
+            for owner, name, tell in (
                 (torch.autocast, "__enter__", self._enter_autocast),
-                (torch.autocast, "__exit__", self._exit_autocast),
+                (torch.autocast, "__exit__", self._leave_autocast),
                 (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", self._unscale),
                 (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
             ):
-                patches.set(owner, name, method(getattr(owner, name)))
+                patches.set(owner, name, telling_first(getattr(owner, name), tell))
             logger.addHandler(self)
             undo.callback(logger.removeHandler, self)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-            with _Calls(self), self.products:
+            with _Calls(self):
                 yield
 
     @property
@@ -201,17 +201,16 @@ class Observer(logging.Handler, Listener):
             )
 
     def _look_at_weights(self, optimizer: Any) -> None:
-        """What a script without ampkit holds its weights in."""
-        params = {param: name for model in self.models for name, param in model.named_parameters()}
         if "autocast" not in self.does:
-            trained = {one.dtype for one in (*params, *params_of(optimizer)) if one.requires_grad}
-            lower = [short(dtype) for dtype in LOWER_PRECISION if dtype in trained]
-            frozen = [short(dtype) for dtype in LOWER_PRECISION if dtype in {one.dtype for one in params}]
-            if lower or frozen:
-                self.does = f"weights in {lower[0]}" if lower else f"float32, beside frozen weights in {frozen[0]}"
+            params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
+            dtypes = [short(dtype) for dtype in LOWER_PRECISION if any(one.dtype is dtype for one in params)]
+            trained = {short(one.dtype) for one in params if one.requires_grad}
+            if lower := [dtype for dtype in dtypes if dtype in trained]:
+                self.does = f"weights in {lower[0]}"
+            elif dtypes:
+                self.does = f"float32, beside frozen weights in {dtypes[0]}"
 
     def all_mistakes(self) -> Iterator[str]:
-        """Lost updates first."""
         yield from self.standstill.lost_in_lower_precision(self.models)
         yield from self.mistakes
 
@@ -220,13 +219,13 @@ class Observer(logging.Handler, Listener):
 
     # What runs
 
-    @property
-    def depth(self) -> int:
-        """How many forwards of modules are open in this thread."""
-        return getattr(self._here, "depth", 0)
+    def around(self, call: Call) -> Any:
+        out = call()
+        self.products.note(call, out)
+        return out
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
-        if self.depth == 0 and not isinstance(module, torch.jit.ScriptModule):
+        if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):
             self._end_if_enough()
             self.roots.setdefault(module)
             self.forward_passes += next(module.parameters(), None) is not None
@@ -234,10 +233,7 @@ class Observer(logging.Handler, Listener):
                 self._pass(self.forward_passes)
         if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
             self.standstill.cut("no_grad()", look()[0])
-        self._here.depth = self.depth + 1
-
-    def forward_ends(self, _: nn.Module) -> None:
-        self._here.depth = max(0, self.depth - 1)
+        super().forward_begins(module, args)
 
     def backward_ends(self) -> None:
         with _unseen():
@@ -259,7 +255,7 @@ class Observer(logging.Handler, Listener):
             return
         if self._autocast_off:
             self.not_cast[f"{rule.name} inside torch.autocast(enabled=False)"] += 1
-        elif self.depth == 0:
+        elif not self.is_inside:
             self.not_cast[f"at O2, O3 and O5 {rule.name} outside of every module's forward"] += 1
 
     # Mistakes
@@ -275,43 +271,27 @@ class Observer(logging.Handler, Listener):
         self.backward_passes += 1
         self._pass(self.backward_passes)
 
-    def _enter_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(region: Any) -> Any:
-            if current_session() is None:
-                self._autocast_off += not region._enabled
-                if region._enabled:
-                    self.does = f"torch.autocast in {short(region.fast_dtype)}"
-            return original(region)
+    def _enter_autocast(self, region: Any) -> None:
+        if current_session() is None:
+            self._autocast_off += not region._enabled
+            if region._enabled:
+                self.does = f"torch.autocast in {short(region.fast_dtype)}"
 
-        return enter
-
-    def _exit_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def leave(region: Any, *error: Any) -> Any:
-            if current_session() is None:
-                self._autocast_off = max(0, self._autocast_off - (not region._enabled))
-            return original(region, *error)
-
-        return leave
+    def _leave_autocast(self, region: Any, *_: Any) -> None:
+        if current_session() is None:
+            self._autocast_off = max(0, self._autocast_off - (not region._enabled))
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
         self.has_scaler = self._is_scaled = current_session() is None
 
-    def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale(*args: Any, **kwargs: Any) -> Any:
-            self._is_scaled = False
-            return original(*args, **kwargs)
+    def _unscale(self, *_: Any) -> None:
+        self._is_scaled = False
 
-        return unscale
-
-    def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            if self._is_scaled and current_session() is None:
-                self.note(
-                    "clip_grad_norm_ before GradScaler.unscale_: it clips by a norm that is multiplied by the loss scale"
-                )
-            return original(*args, **kwargs)
-
-        return clip
+    def _clip(self, *_: Any) -> None:
+        if self._is_scaled and current_session() is None:
+            self.note(
+                "clip_grad_norm_ before GradScaler.unscale_: it clips by a norm that is multiplied by the loss scale"
+            )
 
 
 class _Calls(TorchFunctionMode):
@@ -326,16 +306,14 @@ class _Calls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Products(Watch):
+class _Products:
     """The matrix products of forward passes: floating-point operations by the kind of module, its sizes, and rows."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.flops: Counter[Any] = Counter()
         self.paths: dict[Any, set[str]] = {}
 
-    def around(self, call: Call) -> Any:
-        out = call()
+    def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
         if formula is not None:
             product = formula(call.args, tensors_in(out)[0])
@@ -343,7 +321,6 @@ class _Products(Watch):
             key = pattern(of), frozenset(size for _, size in product.sizes), product.rows
             self.flops[key] += product.flops
             self.paths.setdefault(key[:2], set()).add(of)
-        return out
 
     def off(self) -> str:
         """Sizes off multiples of 8, with which matrix units of GPUs are slow, most work first, and what to pad them to."""
@@ -374,7 +351,13 @@ def _unseen() -> Iterator[None]:
 def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     """The lines to print, and whether they name a mistake."""
     models, optimizers, mistakes = seen.models, list(seen.steps), list(seen.all_mistakes())
-    names = ", ".join(f"{type(model).__name__} ({_count(model):,} parameters)" for model in models) or "no model"
+    names = (
+        ", ".join(
+            f"{type(model).__name__} ({sum(param.numel() for param in known(model.parameters())):,} parameters)"
+            for model in models
+        )
+        or "no model"
+    )
     steps = ", ".join(f"{count} steps of {type(one).__name__}" for one, count in seen.steps.items())
     lines = ["", f"{script}: {steps or 'no optimizer stepped'}; {names}; the script uses {seen.does}.", ""]
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
@@ -397,10 +380,6 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         *(("mistake", mistake) for mistake in mistakes or ["none seen"]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
-
-
-def _count(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
 
 
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
@@ -445,13 +424,11 @@ def _step(row: OptimizerRow) -> str:
 
 
 def _most(calls: Counter[str]) -> str:
-    """The functions that were called most, with how often."""
     shown = ", ".join(f"{name} {count}x" for name, count in calls.most_common(4))
     return f"{shown}{', ...' * (len(calls) > 4)}" or "nothing"
 
 
 def _kept(rows: Sequence[ModuleRow]) -> str:
-    """What stays float32, by its reason, with the first names."""
     by_reason: dict[str, list[ModuleRow]] = {}
     for row in rows:
         if row.kept is not None:

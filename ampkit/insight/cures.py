@@ -117,7 +117,6 @@ class Trials:
 
 
 def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
-    """A lower loss scale, if one is enough."""
     lower = trials.lower_scale()
     if lower is None:
         return []
@@ -128,7 +127,6 @@ def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
 
 
 def of_precision(trials: Trials, culprit: Culprit) -> list[Cure]:
-    """Float32 for the function or its module, and bfloat16; or that no precision helps."""
     if not trials.everywhere(torch.float32):
         hint = HINTS.get(culprit.kind)
         return [Cure("float32 fails too: the model, not the precision" + (f"; {hint}" if hint else ""))]

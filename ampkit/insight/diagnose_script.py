@@ -175,7 +175,6 @@ class ScriptFinder(Finder):
     # What was found
 
     def at_the_end(self) -> Diagnosis:
-        """What is to be said of a script that was not stopped."""
         if self._in_a_row > 0 and self.culprit is not None:
             return self._diagnosis(self.culprit)
         if self._in_a_row < 0:
@@ -207,7 +206,6 @@ class ScriptFinder(Finder):
         raise _Stopped
 
     def _state(self) -> Any:
-        """For ``--save``: this iteration's calls of models, and their weights, copied; None without it."""
         if self._path is None:
             return None
         models = dict.fromkeys(module for module, _, _ in self._calls)

@@ -1,7 +1,8 @@
-"""`explain`: what each module is stored and computed in, what stays float32 and why, and how each optimizer steps.
+"""`explain`: what each module is stored in, what stays float32 and why, and how each optimizer steps.
 
-`explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/, the
-tables in policy/, `why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it.
+`explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/,
+`why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it. What a call
+computes in is told by `recording`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from ..casting.narrow_gradients import is_large, stored_gradient
 from ..casting.tensors import params_of
@@ -27,37 +27,12 @@ from ..logs import printable
 from ..models.keep_fp32 import Kept
 from ..optimizers.traits import Traits, is_known
 from ..plan import Plan, resolve
-from ..policy import CastKind
 from ..registry import live_sessions, wrapper_of
 from ..session import Session
 from ..sharding import fsdp_modules
+from .watching import tensors_in
 from .words import collapsed, columns, pattern, short
 
-_F, _VF = torch.nn.functional, torch._VF
-#: What a layer of torch's calls: the first row that it is an instance of.
-_CALLS: tuple[tuple[type, Any, str], ...] = (
-    (nn.Linear, _F, "linear"),
-    (nn.Bilinear, _F, "bilinear"),
-    (nn.Conv1d, _F, "conv1d"),
-    (nn.Conv2d, _F, "conv2d"),
-    (nn.Conv3d, _F, "conv3d"),
-    (nn.ConvTranspose1d, _F, "conv_transpose1d"),
-    (nn.ConvTranspose2d, _F, "conv_transpose2d"),
-    (nn.ConvTranspose3d, _F, "conv_transpose3d"),
-    (nn.LSTM, _VF, "lstm"),
-    (nn.GRU, _VF, "gru"),
-    (nn.RNNBase, _VF, "rnn_tanh"),
-    (nn.LSTMCell, _VF, "lstm_cell"),
-    (nn.GRUCell, _VF, "gru_cell"),
-    (nn.RNNCellBase, _VF, "rnn_tanh_cell"),
-    (nn.MultiheadAttention, _F, "linear"),
-    (nn.LayerNorm, _F, "layer_norm"),
-    (nn.GroupNorm, _F, "group_norm"),
-    (nn.RMSNorm, _F, "rms_norm"),
-    (_BatchNorm, _F, "batch_norm"),
-    (_InstanceNorm, _F, "instance_norm"),
-    (nn.PReLU, _F, "prelu"),
-)
 #: How many moments a parameter has, by the class of its optimizer and its group: until its first step there are none to measure.
 _MOMENTS = {
     **dict.fromkeys(
@@ -74,9 +49,8 @@ class ModuleRow:
     """Modules, or parameters of a module, that are treated alike.
 
     ``name`` has ranges where equal ones are collapsed (``layers.0-11.attention.q``), ``kind`` is the class, ``modules`` their
-    number and ``parameters`` the number of elements. ``storage`` and ``compute`` are dtypes; ``compute`` is None where the module's
-    own forward decides, by the functions that it calls. ``has_rest`` says that 16 bits beside each weight complete its float32
-    value. ``kept`` is why the module is float32 where others are stored in lower precision, or compute in it; else None.
+    number and ``parameters`` the number of elements. ``storage`` is a dtype, and ``has_rest`` says that 16 bits beside each weight
+    complete its float32 value. ``kept`` is why the module is float32 where others are stored in lower precision; else None.
     """
 
     name: str
@@ -84,7 +58,6 @@ class ModuleRow:
     modules: int
     parameters: int
     storage: torch.dtype
-    compute: torch.dtype | None
     has_rest: bool
     kept: str | None
 
@@ -120,14 +93,13 @@ class Explanation:
 
     def __str__(self) -> str:
         shown = self.modules[:_MOST_ROWS]
-        rows = [("module", "number", "parameters", "stored in", "computes in", "why float32")]
+        rows = [("module", "number", "parameters", "stored in", "why float32")]
         rows += [
             (
                 one.name or "(the model)",
                 f"{one.modules} {one.kind}",
                 f"{one.parameters:,}",
                 short(one.storage) + " + rest" * one.has_rest,
-                short(one.compute) if one.compute else "by its calls",
                 one.kept or "",
             )
             for one in shown
@@ -158,7 +130,7 @@ def explain(models: Any, optimizers: Any = None, opt_level: str | None = None, *
     Raises `ConfigurationError` for settings that `initialize` refuses, and TypeError for what is no model.
     """
     if isinstance(models, Session):
-        return _of_session(models)
+        return _explanation(_title(models), models.plan, models.models, models.optimizers, is_live=True)
     models = list(models) if isinstance(models, (list, tuple)) else [models]
     for model in models:
         if not isinstance(model, nn.Module):
@@ -169,14 +141,11 @@ def explain(models: Any, optimizers: Any = None, opt_level: str | None = None, *
         return _explanation(f"{opt_level}, before initialize: {plan.in_words()}", plan, models, given, is_live=False)
     if settings:
         raise ConfigurationError(f"explain({', '.join(settings)}=) needs opt_level=, for which the settings are.")
+    parts = {module for model in models for module in model.modules()}
     for session in reversed(live_sessions):
-        if session.plan.enabled and not _parts(session.models).isdisjoint(models):
-            return _explanation(_title(session), session.plan, models, session.optimizers, is_live=True)
+        if session.plan.enabled and any(module in parts for model in session.models for module in model.modules()):
+            return explain(session)
     return _explanation("No session: as the model is.", Plan(enabled=False), models, given, is_live=True)
-
-
-def _of_session(session: Session) -> Explanation:
-    return _explanation(_title(session), session.plan, session.models, session.optimizers, is_live=True)
 
 
 def _title(session: Session) -> str:
@@ -188,10 +157,6 @@ def _title(session: Session) -> str:
     return f"{session.plan.opt_level}: {session.plan.in_words()} (now {scales})"
 
 
-def _parts(models: Iterable[nn.Module]) -> set[nn.Module]:
-    return {module for model in models for module in model.modules()}
-
-
 def _explanation(
     title: str, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool
 ) -> Explanation:
@@ -200,6 +165,11 @@ def _explanation(
     modules = [row for prefix, model in zip(prefixes, models) for row in _module_rows(model, treatment, prefix)]
     rows = tuple(_optimizer_row(optimizer, treatment) for optimizer in optimizers)
     return Explanation(title, tuple(_collapsed(modules)), rows)
+
+
+def known(params: Iterable[Tensor | None]) -> list[Tensor]:
+    """Parameters that have a shape: those of a lazy module that was not called have none."""
+    return [param for param in params if param is not None and not is_lazy(param)]
 
 
 class Treatment:
@@ -218,14 +188,11 @@ class Treatment:
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
-        rules = plan.policy.rules() if plan.enabled and plan.casts_calls else ()
-        self._rules = {(id(rule.owner), rule.name): rule.kind for rule in rules}
         self.stored: dict[Tensor, torch.dtype] = {
             param: self.storage(module, param)
             for model in models
             for module in model.modules()
-            for param in module._parameters.values()
-            if param is not None
+            for param in known(module._parameters.values())
         }
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
@@ -250,27 +217,11 @@ class Treatment:
         is_trained = self._trained is None or param in self._trained
         return is_trained and self.plan.enabled and self.plan.master_weights and self.stored[param] in LOWER_PRECISION
 
-    def compute(self, module: nn.Module, stored: torch.dtype) -> torch.dtype | None:
-        """What a layer of torch's computes in; None for other modules at levels that cast calls."""
-        if not self.plan.enabled or not self.plan.casts_calls:
-            return stored
-        if module in self.in_float32:
-            return torch.float32
-        call = next(((owner, name) for kind, owner, name in _CALLS if isinstance(module, kind)), None)
-        kind = None if call is None else self._rules.get((id(call[0]), call[1]))
-        if kind is CastKind.LOWER_PRECISION_FP:
-            return self.plan.lower_precision
-        if kind is CastKind.BFLOAT16:
-            return torch.bfloat16
-        if kind in (CastKind.FP32, CastKind.FP32_WEIGHTS):
-            return torch.float32
-        return stored if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
-
 
 def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Iterator[ModuleRow]:
     """A row for each module with parameters of its own, or one for each kind of treatment of them."""
     for prefix, module in model.named_modules():
-        own = [(name, param) for name, param in module._parameters.items() if param is not None]
+        own = [(name, param) for name, param in module._parameters.items() if known([param])]
         treated: dict[tuple[torch.dtype, str | None, bool], list[tuple[str, Tensor]]] = {}
         for name, param in own:
             dtype = treatment.stored[param]
@@ -286,14 +237,13 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
                 modules=1,
                 parameters=sum(param.numel() for _, param in params),
                 storage=dtype,
-                compute=treatment.compute(module, dtype),
                 has_rest=has_rest,
                 kept=why,
             )
 
 
 def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
-    plan, params = treatment.plan, list(dict.fromkeys(params_of(optimizer)))
+    plan, params = treatment.plan, list(dict.fromkeys(known(params_of(optimizer))))
     stored = {param: treatment.stored.get(param, param.dtype) for param in params}
     mastered = [param for param in params if param in treatment.stored and treatment.has_rest(param)]
     lowered = [param for param in params if stored[param] in LOWER_PRECISION]
@@ -330,7 +280,6 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
 def _bytes(
     optimizer: Any, stored: dict[Tensor, torch.dtype], mastered: set[Tensor], treatment: Treatment
 ) -> dict[str, float]:
-    """What weights, rests, gradients and state take for each element, measured where they are."""
     total = max(1, sum(param.numel() for param in stored))
     # float16 cannot hold every unscaled gradient.
     in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
@@ -363,7 +312,7 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
     state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
     if state:
         values = [value for name, value in state.items() if is_live or name != "rest"]  # a session has rests of its own
-        large = [one for one in _tensors(values) if one.numel() > 1 or param.numel() == 1]
+        large = [one for one in tensors_in(values) if one.numel() > 1 or param.numel() == 1]
         dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
         return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))
     group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})
@@ -374,14 +323,6 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
     if is_narrow and storage.state_dtype is torch.uint8:
         of_one = packed_size(param.numel())
     return float(of_one * _MOMENTS[kind](group))
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 # Equal rows as one
@@ -398,7 +339,6 @@ def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
 
 
 def _in_bytes(row: OptimizerRow) -> str:
-    """``14.0 = 2.0 weights + 2.0 rests + 2.0 gradients + 8.0 state``"""
     parts = [(name, number) for name, number in row.bytes_per_parameter.items() if number]
     words = [f"{name} after the first step" if number != number else f"{number:.1f} {name}" for name, number in parts]
     total = row.total_bytes

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..dtypes import LOWER_PRECISION
 from .cures import Cure
 from .finder import Culprit, Finder
-from .sites import Site, look_at
+from .sites import look_at
 from .watching import Call
 
 #: By what the message says: the kind, and the cure.
@@ -55,8 +55,7 @@ def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ..
     if found is None:
         return None
     kind, text, cure, dtype = found
-    site: Site | None = call.site
-    return Culprit(kind, text, site, call.function, str(call.op), call.module, dtype, call.backward), (Cure(cure),)
+    return Culprit(kind, text, **call.where(), dtype=dtype), (Cure(cure),)
 
 
 def _two_dtypes(call: Call, watch: Finder) -> Any:
@@ -72,12 +71,8 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
     words = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}{_named(names, one)}" for one in given]
     text = f"its arguments are {', '.join(words)}"
     if any(one.element_size() < 2 for one in given):
-        return (
-            "weights of one byte",
-            text,
-            "no operator takes them beside others: w.to(x.dtype) before the call",
-            odd.dtype,
-        )
+        cure = "no operator takes them beside others: w.to(x.dtype) before the call"
+        return "weights of one byte", text, cure, odd.dtype
     frozen = [one for one in given if one in names and not one.requires_grad]
     if frozen:
         lower = next((one for one in frozen if one.dtype in LOWER_PRECISION), frozen[0])

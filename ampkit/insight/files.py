@@ -89,7 +89,6 @@ def report(path: str) -> tuple[list[str], bool]:
 
 
 def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """Weights of norms in lower precision that are 1.0, where they began."""
     norms = {name: one for name, one in weights.items() if _NORM.search(name) and one.dim() == 1}
     norms = {name: one for name, one in norms.items() if one.dtype in LOWER_PRECISION and not one.is_meta}
     still = {name: int((one == 1.0).sum()) for name, one in norms.items()}
@@ -165,16 +164,10 @@ def _read(path: Path) -> Any:
         parts = sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
         if not parts:
             raise NotRead(f"{path}: no .safetensors, .pt, .pth, .bin or .ckpt is in this folder, and no .metadata.")
-        return {
-            "" if one.suffix == ".safetensors" else one.stem: _read(one)
-            for one in parts
-            if one.suffix != ".safetensors"
-        } | {
-            name: tensor
-            for one in parts
-            if one.suffix == ".safetensors"
-            for name, tensor in _read_safetensors(one).items()
-        }
+        found: dict[str, Any] = {}
+        for one in parts:
+            found.update(_read(one) if one.suffix == ".safetensors" else {one.stem: _read(one)})
+        return found
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:

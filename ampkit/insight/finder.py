@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..iteration.found_inf import values_of
@@ -70,7 +71,6 @@ class Finder(Watch):
         self.failed: tuple[Call, Exception] | None = None
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
-        """Watch the iteration, at the loss scale of now times ``factor``."""
         for session in live_sessions:
             for optimizer in session.optimizers:
                 self._note_given(_moments(optimizer, session.name_of))
@@ -150,19 +150,9 @@ class Finder(Watch):
         return self._origins[key]
 
     def _new(self, call: Call, kind: str, evidence: str, needed: float | None, bad: torch.Tensor) -> Culprit:
-        return Culprit(
-            kind,
-            evidence,
-            call.site,
-            call.function,
-            str(call.op),
-            call.module,
-            bad.dtype,
-            call.backward,
-            next(self._numbers),
-            needed,
-            "" if call.backward else _rows(bad, self._batch),
-        )
+        rows = "" if call.backward else _rows(bad, self._batch)
+        order = next(self._numbers)
+        return Culprit(kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows)
 
     def forget(self) -> None:
         """An iteration is over: its graph and its tensors are gone."""
@@ -188,6 +178,8 @@ class Finder(Watch):
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """True too where the question makes no sense."""
+    if is_lazy(tensor):
+        return True
     values = values_of(local(tensor))
     if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
         return True

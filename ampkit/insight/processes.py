@@ -29,12 +29,21 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process in which ``make(*arguments)`` is an object, whose methods `ask` calls. ``context`` is one of multiprocessing's."""
+    """A process in which ``make(*arguments)`` is an object, whose methods `ask` calls. ``context`` is one of multiprocessing's.
 
-    def __init__(self, context: Any, make: Callable[..., Any], *arguments: Any) -> None:
+    One that is spawned has ``environment`` beside that of this process.
+    """
+
+    def __init__(self, context: Any, make: Callable[..., Any], *arguments: Any, environment: Any = ()) -> None:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments))
-        self._process.start()
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         theirs.close()
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -75,6 +84,8 @@ def _serve(connection: Any, make: Callable[..., Any], arguments: tuple[Any, ...]
             try:
                 made = make(*arguments) if made is None else made
                 answer: tuple[bool, Any] = False, getattr(made, method)(*given)
+            except WorkerError as error:  # of one that this one asked
+                answer = True, (str(error), error.details)
             except Exception as error:
                 first = next(iter(str(error).splitlines()), "")
                 answer = True, (f"{type(error).__name__}: {first}", traceback.format_exc())

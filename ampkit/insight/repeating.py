@@ -95,7 +95,6 @@ class Repetition(Listener):
             module._buffers.update(buffers)
 
     def _take_over(self, undo: Undo) -> None:
-        """Put stand-ins in the places of what moves a loss scale, or uses gradients."""
         undo.enter_context(listening(self, steps, calls_of_torch))
         patches = PatchSet()
         undo.callback(patches.restore)

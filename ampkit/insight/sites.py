@@ -47,16 +47,8 @@ _WATCHING = (
     os.path.join(_TORCH, "_ops.py"),
 )
 _PASSED_OVER = ("torch", "ampkit", "stdlib")
-_OPERATORS = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "truediv",
-    ast.FloorDiv: "floordiv",
-    ast.Mod: "mod",
-    ast.Pow: "pow",
-    ast.MatMult: "matmul",
-}
+#: Methods of operators whose class in `ast` has another name.
+_OPERATORS = {"mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor"}
 
 
 @dataclass(frozen=True)
@@ -156,10 +148,9 @@ def _expression(frame: types.FrameType) -> ast.AST:
 
 
 def _name_of(node: Any, frame: types.FrameType) -> str | None:
-    if isinstance(node, ast.BinOp):
-        return f"torch.Tensor.__{_OPERATORS[type(node.op)]}__"
-    if isinstance(node, ast.AugAssign):
-        return f"torch.Tensor.__i{_OPERATORS[type(node.op)]}__"
+    if isinstance(node, (ast.BinOp, ast.AugAssign)):
+        name = type(node.op).__name__.lower()
+        return f"torch.Tensor.__{'i' * isinstance(node, ast.AugAssign)}{_OPERATORS.get(name, name)}__"
     if not isinstance(node, ast.Call):
         return None
     names, owner = [], node.func

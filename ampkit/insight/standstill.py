@@ -153,6 +153,6 @@ def _seen(param: Tensor) -> Tensor:
 
 
 def _with_names(why: str, params: Iterable[Tensor], names: dict[Tensor, str]) -> Iterator[str]:
-    found = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in params]
+    found = [names.get(param) or f"a parameter of shape {tuple(param.shape)}" for param in params]
     if found:
         yield f"{', '.join(sorted(found)[:4])}{', ...' * (len(found) > 4)}: {why}"

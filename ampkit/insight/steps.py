@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,25 +20,6 @@ from .around_step import AroundStep, names_of, to_host
 from .updates import Weights
 
 
-class _Number:
-    """A value of a `StepReport`: computed when it is first read, which must be inside of ``f``."""
-
-    def __init__(self, compute: Callable[[Any], Any]) -> None:
-        self._compute, self.__doc__ = compute, compute.__doc__
-
-    def __get__(self, report: Any, owner: Any = None) -> Any:
-        if report is None:
-            return self
-        name = self._compute.__name__
-        if name not in report.known:
-            if report.is_over:
-                raise RuntimeError(
-                    f"report.{name} was not read inside of f, and the gradients may be others by now. Read it there."
-                )
-            report.known[name] = self._compute(report)
-        return report.known[name]
-
-
 class StepReport:
     """One step of an optimizer, for the function that `on_step` was given. A value waits for the device when it is first read.
 
@@ -48,35 +30,38 @@ class StepReport:
         self, optimizer: Any, step: int, weights: Weights | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         self.step = step
-        self.is_over = False
-        self.known: dict[str, Any] = {}
         self._optimizer, self._weights, self._found_inf = optimizer, weights, found_inf
 
-    @_Number
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("_optimizer", "_weights"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "A value of the report was not read inside of f, and gradients may be others by now. Read it there."
+        )
+
+    @cached_property
     def loss_scale(self) -> float:
         """The loss scale of the next iteration."""
         return loss_scale(self._optimizer)
 
-    @_Number
+    @cached_property
     def skipped(self) -> bool:
         """Whether the step was skipped for gradients that are not finite."""
         return step_was_skipped(self._optimizer) or (self._found_inf is not None and bool(self._found_inf))
 
-    @_Number
+    @cached_property
     def grad_norm(self) -> float:
         """The Euclidean norm of all gradients as the step used them: unscaled, and clipped. NaN where it was skipped."""
         if self.skipped:
             return math.nan
-        norms = self._norms()
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        return float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
 
-    @_Number
+    @cached_property
     def norms(self) -> dict[str, float]:
         """The same for each parameter that has a gradient, by its name; empty where the step was skipped, as the following."""
-        names, norms = list(self._gradients()), self._norms()
-        return dict(zip(names, torch.stack(norms).tolist(), strict=True)) if norms else {}
+        return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
 
-    @_Number
+    @cached_property
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients themselves, float32 copies on their devices, for histograms."""
         return {
@@ -84,7 +69,7 @@ class StepReport:
             for name, (gradient, factor) in self._gradients().items()
         }
 
-    @_Number
+    @cached_property
     def underflow(self) -> dict[str, float]:
         """By name, the share of a gradient's elements that are not 0 and were denormal in the lower precision, at the scale of now.
 
@@ -100,7 +85,7 @@ class StepReport:
             shares[name] = is_denormal.float().mean()
         return to_host(shares)
 
-    @_Number
+    @cached_property
     def lost_updates(self) -> dict[str, float] | None:
         """By name, the share of updates that rounding lost in this step; None in steps that were not measured."""
         if self._weights is None:
@@ -119,47 +104,44 @@ class StepReport:
                 found[name] = param.grad, clip if param in mastered else None
         return found
 
+    @cached_property
     def _norms(self) -> list[torch.Tensor]:
-        if "_norms" not in self.known:
-            found = list(self._gradients().values())
-            values = [values_of(gradient) for gradient, _ in found]
-            if any(map(is_sharded, values)):
-                norms = [norm_over_processes([value], 2.0).float() for value in values]
-            else:
-                norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
-            norms = [
-                norm if factor is None else norm * on(factor, norm.device).reshape(())
-                for norm, (_, factor) in zip(norms, found)
-            ]
-            self.known["_norms"] = [on(norm, norms[0].device) for norm in norms]
-        return self.known["_norms"]
+        found = list(self._gradients().values())
+        values = [values_of(gradient) for gradient, _ in found]
+        if any(map(is_sharded, values)):
+            norms = [norm_over_processes([value], 2.0).float() for value in values]
+        else:
+            norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
+        norms = [
+            norm if factor is None else norm * on(factor, norm.device).reshape(())
+            for norm, (_, factor) in zip(norms, found)
+        ]
+        return [on(norm, norms[0].device) for norm in norms]
 
 
 class _OnStep(AroundStep):
     def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
         self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
+        self._report: StepReport | None = None
         super().__init__(optimizer, "on_step")
 
     def before(self) -> None:
         self._steps += 1
-        is_measured = self._is_reported and self._updates_every and self._steps % self._updates_every == 0
-        self._weights = Weights(self.optimizer) if is_measured else None
-        # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
-        self._found_inf = getattr(self.optimizer, "found_inf", None)
-
-    @property
-    def _is_reported(self) -> bool:
-        return self._steps % self._every == 0
+        self._report = None
+        if self._steps % self._every == 0:
+            is_measured = self._updates_every and self._steps % self._updates_every == 0
+            # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
+            found_inf = getattr(self.optimizer, "found_inf", None)
+            weights = Weights(self.optimizer) if is_measured else None
+            self._report = StepReport(self.optimizer, self._steps, weights, found_inf)
 
     def after(self) -> None:
-        if not self._is_reported:
-            return
-        report = StepReport(self.optimizer, self._steps, self._weights, self._found_inf)
-        try:
-            with torch.no_grad():
-                self._f(report)
-        finally:
-            report.is_over = True
+        if (report := self._report) is not None:
+            try:
+                with torch.no_grad():
+                    self._f(report)
+            finally:
+                del report._optimizer, report._weights
 
 
 def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:

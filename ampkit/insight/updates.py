@@ -240,7 +240,6 @@ def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> Up
 
 
 def named_params(optimizer: Any) -> Iterator[Named]:
-    """Each parameter with its name and group."""
     names = iter(names_of(optimizer))
     for group in optimizer.param_groups:
         yield from ((next(names), param, group) for param in group["params"])

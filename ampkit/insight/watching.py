@@ -41,6 +41,7 @@ _NAMES = {
     "nll_loss_forward": "nll_loss",
     "to_copy": "cast",
     "native_dropout": "dropout",
+    "local_scalar_dense": "item",
 }
 
 
@@ -88,6 +89,11 @@ class Call:
         """The operator's name, without namespace, underscores and overload: ``"softmax"``."""
         return operator_name(self.op)
 
+    def where(self) -> dict[str, Any]:
+        """Fields of what reports say of it."""
+        place = {"site": self.site, "function": self.function, "op": str(self.op), "module": self.module}
+        return {**place, "backward": self.backward}
+
     def inputs(self) -> list[torch.Tensor]:
         return tensors_in((self.args, self.kwargs))
 
@@ -114,12 +120,10 @@ class Watch(TorchDispatchMode, Listener):
         self._listening = ExitStack()
 
     def around(self, call: Call) -> Any:
-        """Run the operator, and return its result."""
         return call()
 
     @property
     def is_inside(self) -> bool:
-        """Whether a module runs in this thread."""
         return bool(self._running.get(threading.get_ident()))
 
     def on_module(self, module: nn.Module) -> None:
@@ -201,6 +205,16 @@ def _gather(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _gather(value, found)
         elif isinstance(value, dict):
             _gather(value.values(), found)
+
+
+def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``tell`` with its positional arguments, and then is the original."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tell(*args)
+        return original(*args, **kwargs)
+
+    return call
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -57,10 +57,9 @@ def record(tmp_path, monkeypatch, capsys):
 
 
 def test_some_iterations_are_recorded_and_the_script_ends(record, tmp_path):
-    code, out, err = record(TRAINS, "100", options=["--iterations", "2", "--skip", "3", "--json", "record.json"])
+    code, out, _ = record(TRAINS, "100", options=["--iterations", "2", "--skip", "3", "--json", "record.json"])
     assert code == 0
     assert [line for line in out.splitlines() if line.startswith("step ")] == [f"step {i}" for i in range(4)]
-    assert "iteration 3, not recorded\n" in err and "iteration 5, recorded 2 of 2\n" in err
     assert "script.py:7" in out and "2 iterations" in out
     found = json.loads((tmp_path / "record.json").read_text())
     (linear,) = [row for row in found["calls"] if row["function"] == "linear" and row["phase"] == "forward"]

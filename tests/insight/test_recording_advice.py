@@ -49,15 +49,11 @@ def all_in_float32():
     return lambda: x @ x
 
 
-def ping_pong():
-    model, _ = initialize_quietly(
-        nn.Linear(64, 64), lambda params: torch.optim.SGD(params, 0.1), "O1", patch_torch_functions_type=BF16
-    )
+def integers_that_are_read():
+    labels = torch.arange(6)
 
     def iteration():
-        x = model(torch.randn(64, 64))
-        x = F.softplus(x)  # here
-        model(x)
+        return int(labels.sum()), labels.max().item(), bool(labels.any()), [int(one) for one in labels]  # here
 
     return iteration
 
@@ -66,9 +62,9 @@ def ping_pong():
 ADVICE = {
     a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
     a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),
-    ping_pong: (
-        "activations go bfloat16 -> float32 -> bfloat16 around softplus (24.6 kB an iteration)",  # 64 x 64 x (4 + 2) bytes
-        'policy={"torch.nn.functional.softplus": "native"}, if bfloat16 does for it',
+    integers_that_are_read: (
+        "item reads 9 numbers an iteration",
+        "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps",
     ),
     all_in_float32: (
         "every matrix product computes in float32",
@@ -90,6 +86,22 @@ def test_advice_names_line_figure_and_change(case):
     assert [one.gain for one in advice] == sorted((one.gain for one in advice), reverse=True)
     words = " ".join(str(record).split())
     assert all(part in words for part in (one.site, one.found, one.change))
+
+
+def test_operators_have_the_names_of_their_methods():
+    a, i = torch.tensor([True, False]), torch.arange(2)
+
+    def iteration():  # lines without floating-point numbers have one row each
+        b = a & a
+        b = b | a
+        b = b ^ a
+        b &= a
+        n = i << 1
+        n = n // 2
+        return b, n % 2
+
+    functions = {row.function for row in recorded(iteration).calls}
+    assert functions == {"and", "or", "xor", "iand", "lshift", "floordiv", "mod"}
 
 
 # Out

@@ -161,8 +161,12 @@ def test_a_number_is_read_inside_of_f_or_not_at_all():
     ampkit.on_step(optimizer, lambda report: (reports.append(report), report.skipped))
     train(model, optimizer)
     assert reports[0].skipped is False
-    with pytest.raises(RuntimeError, match=r"report\.grad_norm was not read inside of f"):
+    with pytest.raises(RuntimeError, match="was not read inside of f"):
         reports[0].grad_norm  # noqa: B018
+    with pytest.raises(RuntimeError, match="was not read inside of f"):
+        reports[0].lost_updates  # noqa: B018
+    with pytest.raises(AttributeError, match="gradnorm"):
+        reports[0].gradnorm  # noqa: B018
 
 
 def test_an_initialize_that_comes_later_is_refused_at_the_step():

@@ -18,7 +18,7 @@ import ampkit
 from ampkit.__main__ import main
 from ampkit.insight.processes import WorkerError
 from ampkit.insight.tuning import measuring
-from ampkit.insight.tuning.factory import Source, checked
+from ampkit.insight.tuning.factory import checked, located
 from ampkit.insight.tuning.report import ALIKE, WIDTH, Row, Tuning
 from ampkit.insight.tuning.ways import Way, fused_in_words, optimizers_for
 
@@ -112,14 +112,14 @@ def test_a_factory_that_fails_is_told_of_with_its_traceback():
 
 
 def measured(monkeypatch, free_bytes=None, fails_at=None):
-    """(the answers, what workers were asked) of float32, torch.autocast, O1 and O4, with workers that answer at once.
+    """(the rows, what workers were asked) of float32, torch.autocast, O1 and O4, with workers that answer at once.
 
     O1's fails when it is asked for the ``fails_at``-th time.
     """
     asked = []
 
     class Instead:
-        def __init__(self, context, make, source, way, threads):
+        def __init__(self, context, make, located, way, threads):
             self.way = way
 
         def ask(self, method, *arguments):
@@ -135,21 +135,21 @@ def measured(monkeypatch, free_bytes=None, fails_at=None):
             asked.append((str(self.way), "stop"))
 
     monkeypatch.setattr(measuring, "Worker", Instead)
-    source = dict(place="script", name="factory")
-    task = dict(source=source, threads=1, levels=["O1", "O4"], float16=None, seconds=1e-9, steps=None)
-    return list(measuring.measure(task)), asked
+    monkeypatch.setattr(measuring.os, "dup2", lambda *_: None)
+    measurements = measuring.Measurements(("script", "factory"), 1)
+    measurements.start()
+    return measurements.measure(["O1", "O4"], None, 1e-9, None).rows, asked
 
 
 def test_turns_change_their_order_and_are_of_a_tenth_of_a_second(monkeypatch):
-    answers, asked = measured(monkeypatch)
+    rows, asked = measured(monkeypatch)
     ways = ["float32", "autocast bfloat16", "O1 bfloat16", "O4 bfloat16"]
     turns = [name for name, method, *arguments in asked if (method, *arguments) == ("turn", 2)]  # of 0.04 s
     orders = [turns[start : start + 4] for start in range(0, 12, 4)]
     assert len(turns) == 12 and all(sorted(order) == sorted(ways) for order in orders)
     assert len(set(map(tuple, orders))) == 3
-    assert ("timed", [vars(Way("O4", "bfloat16")), 0.04]) in answers
+    assert list(rows) == ways and rows["O4 bfloat16"].seconds == [0.04] * 3
     assert [name for name, method in asked[-4:] if method == "stop"] == ways
-    assert [found for name, found in answers if name == "share"][-1] == 1.0
 
 
 def test_what_does_not_fit_into_memory_has_its_turns_alone(monkeypatch):
@@ -162,12 +162,13 @@ def test_what_does_not_fit_into_memory_has_its_turns_alone(monkeypatch):
 
 
 def test_a_way_that_fails_in_a_turn_leaves_the_others(monkeypatch):
-    answers, _ = measured(monkeypatch, fails_at=4)
-    assert [found for name, found in answers if name == "failed"] == [
-        [vars(Way("O1", "bfloat16")), "OutOfMemoryError: no"]
-    ]
-    timed = [Way(**way) for way in (found[0] for name, found in answers if name == "timed")]
-    assert {str(way): timed.count(way) for way in timed} == {"float32": 3, "autocast bfloat16": 3, "O4 bfloat16": 3}
+    rows, _ = measured(monkeypatch, fails_at=4)
+    assert {name: one.error for name, one in rows.items() if one.error} == {"O1 bfloat16": "OutOfMemoryError: no"}
+    assert {name: len(one.seconds) for name, one in rows.items() if not one.error} == {
+        "float32": 3,
+        "autocast bfloat16": 3,
+        "O4 bfloat16": 3,
+    }
 
 
 # The rule
@@ -330,15 +331,6 @@ def test_json_has_the_figures(tmp_path):
     assert read["rows"]["O3 bfloat16"]["why_not"] == "it loses 50% of the updates"
 
 
-def test_progress_is_a_line_for_each_tenth(monkeypatch, capsys):
-    from ampkit.insight.tuning import tune as module
-
-    shares = [("about", {"left_out": []}), *(("share", share) for share in (0.05, 0.11, 0.19, 0.52, 1.0))]
-    monkeypatch.setattr(module, "_measured", lambda task: iter(shares))
-    ampkit.tune(tuned.net)
-    assert capsys.readouterr().err.split() == "ampkit tune: 11% ampkit tune: 52% ampkit tune: 100%".split()
-
-
 # What it refuses
 
 
@@ -354,7 +346,6 @@ def local_factory():
     [
         (TypeError, "it is an int. tune expects a factory", 3, {}),
         (TypeError, "it is a Linear. tune expects a factory", torch.nn.Linear(2, 2), {}),
-        (TypeError, "it needs the arguments model, x. tune expects", lambda model, x, y=1: None, {}),
         (ValueError, "<lambda> cannot be imported", lambda: None, {}),
         (ValueError, "cannot be imported. Write it to a file", local_factory(), {}),
         (ValueError, "names no factory", "script.py", {}),
@@ -384,21 +375,14 @@ def test_what_a_factory_returns_is_checked(made, words):
         checked(made)
 
 
-def test_a_factory_of_the_script_is_found_by_its_path_or_module(monkeypatch, tmp_path):
-    def factory():
-        return None
-
-    factory.__module__, factory.__qualname__ = "__main__", "factory"
+def test_a_factory_of_a_session_without_a_file_cannot_be_imported(monkeypatch):
     script = types.ModuleType("__main__")
-    script.__file__, script.__spec__ = str(tmp_path / "script.py"), None
+    exec("def factory():\n    return None", vars(script))
     monkeypatch.setitem(sys.modules, "__main__", script)
-    found = Source.of(factory)
-    assert (found.place, found.name) == (str(tmp_path / "script.py"), "factory")
-    script.__spec__ = types.SimpleNamespace(name="package.script", loader=object())
-    assert Source.of(factory).place == "package.script"
-    del script.__file__
     with pytest.raises(ValueError, match="factory cannot be imported"):
-        Source.of(factory)
+        located(script.factory)
+    script.__file__ = "script.py"
+    assert located(script.factory) is script.factory
 
 
 @pytest.mark.parametrize("words", [["nowhere.py:factory"], ["script.py"], ["tests.py:f", "--seconds", "0"]])

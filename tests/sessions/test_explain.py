@@ -70,7 +70,7 @@ def test_what_it_says_beforehand_is_what_initialize_does(level):
         assert sum(row.parameters for row in after.modules if row.storage is torch.bfloat16) == lower
 
 
-def test_rows_say_what_is_stored_computed_and_kept():
+def test_rows_say_what_is_stored_and_kept():
     rows = rows_by_name(ampkit.explain(Model(), opt_level="O2", keep_fp32="head"))
     # Of the three blocks: 16 * 16 + 16; 16 + 16; 16 * 32 + 32 and 32 * 16 + 16; a vector of 16.
     assert {name: (row.modules, row.parameters) for name, row in rows.items()} == {
@@ -83,15 +83,15 @@ def test_rows_say_what_is_stored_computed_and_kept():
     }
     bfloat16, float32 = torch.bfloat16, torch.float32
     expected = {
-        "embedding": (bfloat16, bfloat16, True, None),
-        "layers.0-2": (float32, None, False, "a vector"),
-        "layers.0-2.q": (bfloat16, bfloat16, True, None),
-        "layers.0-2.norm": (float32, float32, False, "a norm"),
-        "head": (float32, float32, False, "keep_fp32= names it"),
+        "embedding": (bfloat16, True, None),
+        "layers.0-2": (float32, False, "a vector"),
+        "layers.0-2.q": (bfloat16, True, None),
+        "layers.0-2.norm": (float32, False, "a norm"),
+        "head": (float32, False, "keep_fp32= names it"),
     }
-    for name, (storage, compute, has_rest, kept) in expected.items():
+    for name, (storage, has_rest, kept) in expected.items():
         row = rows[name]
-        assert (row.storage, row.compute, row.has_rest, row.kept) == (storage, compute, has_rest, kept), name
+        assert (row.storage, row.has_rest, row.kept) == (storage, has_rest, kept), name
 
 
 @pytest.mark.parametrize(

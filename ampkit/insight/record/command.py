@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
-from .record import Record
+from .data import Record
 from .recorder import Iterations, recorded
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"
@@ -37,13 +36,10 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     paths = [
         path and path.resolve() for path in (arguments.json, arguments.html)
     ]  # before the script changes its folder
-    script = _Script(arguments.skip, arguments.iterations)
-    code = 0
+    script, code = _Script(arguments.skip, arguments.iterations), 0
     try:
-        with script:
+        with suppress(_Stopped), script:
             code = running.from_command_line(arguments)
-    except _Stopped:
-        pass
     except SystemExit as exited:
         code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     record = script.record
@@ -67,41 +63,31 @@ class _Stopped(BaseException):
     """Raised through the script when all is recorded."""
 
 
-class _Script:
+class _Script(ExitStack):
     """Around a script: waits for ``skip`` iterations, records ``iterations``, and stops it. Then ``record`` is there."""
 
-    def __init__(self, skip: int, iterations: int) -> None:
-        self.record: Record | None = None
-        self._skip, self._iterations = skip, iterations
-        self._waiting, self._recording = ExitStack(), ExitStack()
+    record: Record | None = None
 
-    def __enter__(self) -> None:
+    def __init__(self, skip: int, iterations: int) -> None:
+        super().__init__()
+        self._skip, self._iterations = skip, iterations
+
+    def __enter__(self) -> _Script:
         if self._skip:
-            self._waiting.enter_context(listening(Iterations(self._after_skipped), steps))
+            self.enter_context(listening(Iterations(self._after_skipped), steps))
         else:
             self._begin()
-
-    def __exit__(self, *error: Any) -> None:
-        self._waiting.close()
-        self._recording.close()
+        return self
 
     def _after_skipped(self, iteration: int) -> None:
-        if self.record is None:
-            self._show(f"iteration {iteration}, not recorded")
-            if iteration == self._skip:
-                self._waiting.close()
-                self._begin()
+        if iteration == self._skip:
+            self.close()
+            self._begin()
 
     def _begin(self) -> None:
-        self.record = self._recording.enter_context(recorded(self._after_recorded))
+        self.record = self.enter_context(recorded(self._after_recorded))
 
     def _after_recorded(self, iteration: int) -> None:
-        self._show(f"iteration {self._skip + iteration}, recorded {iteration} of {self._iterations}")
         if iteration == self._iterations:
-            self._recording.close()
+            self.close()
             raise _Stopped
-
-    @staticmethod
-    def _show(text: str) -> None:
-        if is_rank_zero():
-            print(f"ampkit record: {text}", file=sys.stderr, flush=True)

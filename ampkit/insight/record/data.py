@@ -1,13 +1,18 @@
-"""The rows of a recording: plain data, which recorder.py fills, and text.py and advice.py read."""
+"""`Record` and its rows: plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...dtypes import LOWER_PRECISION
+from ..words import short
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 
@@ -23,9 +28,8 @@ class CallRow:
 
     ``calls`` counts runs of the function's first operator. ``seconds`` are those of its operators alone, ``flops`` floating-point
     operations in matrix products and convolutions (a multiplication and an addition are two), and ``casts``, ``bytes_cast``,
-    ``cast_seconds`` what was converted for it (bytes that are written). ``ping_pong`` are those of the bytes that go from lower
-    precision to float32 and back around it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."`` with the reason, and empty for what is
-    no matrix product.
+    ``cast_seconds`` what was converted for it (bytes that are written). ``tensor_cores`` is ``"yes"`` or ``"no: ..."`` with the
+    reason, and empty for what is no matrix product.
     """
 
     function: str
@@ -46,7 +50,6 @@ class CallRow:
     casts: int = 0
     bytes_cast: int = 0
     cast_seconds: float = 0.0
-    ping_pong: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -58,7 +61,7 @@ class CallRow:
 
 
 #: What is added up where rows become one.
-SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds", "ping_pong")
+SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds")
 
 
 @dataclass
@@ -72,8 +75,14 @@ class Advice:
 
 
 @dataclass
-class Rows:
-    """All rows of a recording and what follows from them; `Record` has the documentation."""
+class Record:
+    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json` or `to_html`.
+
+    ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
+    weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
+    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), and ``notes`` what
+    is to be known of the figures.
+    """
 
     calls: list[CallRow] = field(default_factory=list)
     casts: list[tuple[str, float, int]] = field(default_factory=list)
@@ -93,20 +102,20 @@ class Rows:
     @property
     def lower_precision(self) -> torch.dtype | None:
         """The 16-bit (or smaller) dtype in which most is computed; None where all is float32."""
-        sums: dict[torch.dtype, tuple[int, int]] = {}  # FLOPs, or calls where there are none
+        flops, calls = Counter[torch.dtype](), Counter[torch.dtype]()  # where there are no FLOPs, calls decide
         for row in self.calls:
             if row.dtype in LOWER_PRECISION:
-                flops, calls = sums.get(row.dtype, (0, 0))
-                sums[row.dtype] = flops + row.flops, calls + row.calls
-        return max(sums, key=sums.__getitem__, default=None)
+                flops[row.dtype] += row.flops
+                calls[row.dtype] += row.calls
+        return max(calls, key=lambda dtype: (flops[dtype], calls[dtype]), default=None)
 
     def flops_by_dtype(self) -> dict[torch.dtype, float]:
         """The share of all FLOPs by the dtype they are computed in, the largest first. Empty where there are none."""
-        sums: dict[torch.dtype, int] = {}
+        sums = Counter[torch.dtype]()
         for row in self.calls:
             if row.flops and row.dtype is not None:
-                sums[row.dtype] = sums.get(row.dtype, 0) + row.flops
-        return {dtype: sums[dtype] / self.flops for dtype in sorted(sums, key=lambda dtype: -sums[dtype])}
+                sums[row.dtype] += row.flops
+        return {dtype: flops / self.flops for dtype, flops in sums.most_common()}
 
     @property
     def tensor_core_share(self) -> float:
@@ -120,8 +129,23 @@ class Rows:
     def share_of_flops(self, row: CallRow) -> float:
         return row.flops / self.flops if self.flops else 0.0
 
+    def to_json(self, path: str | Path) -> None:
+        """Write all rows as JSON: the fields, files without their folders, and dtypes as ``"bfloat16"``."""
+        fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
+        Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that needs no network: the source with dtypes and shares of time, and what to change. It takes jinja2."""
+        from .page import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        from .text import in_words
+
+        return in_words(self)
+
 
 def add(row: CallRow, other: CallRow) -> None:
-    """Add the figures of another row to those of ``row``."""
     for name in SUMS:
         setattr(row, name, getattr(row, name) + getattr(other, name))

@@ -43,7 +43,6 @@ class Group:
     seconds: float = 0.0
 
     def hand_over(self, row: CallRow) -> None:
-        """Give what waits to a row."""
         row.casts += self.casts
         row.bytes_cast += self.bytes_cast
         row.seconds += self.seconds

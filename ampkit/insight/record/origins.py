@@ -24,15 +24,13 @@ class Origin:
 
 
 class Origins:
-    """The origins of tensors that live."""
-
     def __init__(self) -> None:
         self._live: dict[int, Origin] = {}
 
     def of(self, tensor: torch.Tensor) -> Origin:
         try:
             memory = local(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of another one
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper of another one, or lazy
             return Origin()
         address = memory._cdata
         if address not in self._live:

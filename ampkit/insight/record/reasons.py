@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +27,11 @@ from ...policy import CastKind
 from ...policy.autocast import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
+from ..watching import telling_first
 
 _WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(casting.__file__)), "")
-_INSIGHT = os.path.join(_PACKAGE, "insight", "")
+_BETWEEN = tuple(os.path.join(_PACKAGE, name, "") for name in ("insight", "scripts"))  # a script and what it calls
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _NAMES_IN_AUTOCAST = {
@@ -58,31 +59,18 @@ class Reasons:
 
     def __init__(self) -> None:
         self._regions: dict[int, list[_Region]] = {}  # by thread
-        self._rules: tuple[Casting | None, dict[str, Any]] = (None, {})
-        self._kept: dict[int, dict[nn.Module, str]] = {}  # by id of the session
 
     def watch(self, patches: PatchSet) -> None:
-        """Have regions tell where they begin."""
         for owner in (autocast_mode.autocast, state.Region):
-            patches.set(owner, "__enter__", self._entering(owner.__enter__))
-            patches.set(owner, "__exit__", self._leaving(owner.__exit__))
+            patches.set(owner, "__enter__", telling_first(owner.__enter__, self._enter))
+            patches.set(owner, "__exit__", telling_first(owner.__exit__, self._leave))
 
-    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __enter__(region: Any) -> Any:
-            entered = original(region)
-            site = look()[0]
-            self._regions.setdefault(threading.get_ident(), []).append(_Region(region._enabled, site))
-            return entered
+    def _enter(self, region: Any) -> None:
+        self._regions.setdefault(threading.get_ident(), []).append(_Region(region._enabled, look()[0]))
 
-        return __enter__
-
-    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __exit__(region: Any, *error: Any) -> Any:
-            if regions := self._regions.get(threading.get_ident()):  # empty for one that began before the recording
-                regions.pop()
-            return original(region, *error)
-
-        return __exit__
+    def _leave(self, *_: Any) -> None:
+        if regions := self._regions.get(threading.get_ident()):  # empty for one that began before the recording
+            regions.pop()
 
     def why(
         self,
@@ -97,7 +85,7 @@ class Reasons:
             return "as given"
         engine, region = active_casting(), next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
         is_on = self._is_cast_here(engine, region)
-        rule, name = self._rule(engine, function), function.rpartition(".")[2]
+        rule, name = _rule(engine, function), function.rpartition(".")[2]
         decides = is_on and rule is not None and rule.kind in _DECIDING
         mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
         was_cast = any(one.dtype is not dtype for one in arguments)
@@ -107,7 +95,7 @@ class Reasons:
             return "as given"
         if has_dtype:
             return "dtype= at the call"
-        if kept := self._kept_by(running):
+        if kept := _kept_by(running):
             return f"kept by keep_fp32={kept}"
         if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
             return f"region at {region.site}" if region.site else "a region without casts"
@@ -121,17 +109,6 @@ class Reasons:
             return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
         return "cast inside of it" if was_cast and not mixed else "as given"
 
-    def _rule(self, engine: Casting | None, function: str) -> Any:
-        if engine is None:
-            return None
-        if self._rules[0] is not engine:
-            rules = engine.policy.rules(casting.engine._registered.values())
-            names = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
-            self._rules = engine, names
-        _, rules = self._rules
-        name = function.rpartition(".")[2]
-        return next((rules[one] for one in (function, f"torch.{name}", f"torch.Tensor.{name}") if one in rules), None)
-
     @staticmethod
     def _is_cast_here(engine: Casting | None, region: _Region | None) -> bool:
         """Whether this thread's calls are cast: torch.autocast's own state is off while an operator runs below it."""
@@ -139,25 +116,23 @@ class Reasons:
             return engine is not None and region.enabled
         return engine.scope == "process" and not engine.leaves_out_this_thread
 
-    def _kept_by(self, running: Iterable[nn.Module]) -> str | None:
-        """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
-        for session in live_sessions:
-            if id(session) not in self._kept:
-                self._kept[id(session)] = _kept_modules(session)
-            of_session = self._kept[id(session)]
-            found = next((of_session[module] for module in running if module in of_session), None)
-            if found is not None:
-                return found
+
+def _rule(engine: Casting | None, function: str) -> Any:
+    if engine is None:
         return None
+    rules = engine.policy.rules(casting.engine._registered.values())
+    by_name = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
+    name = function.rpartition(".")[2]
+    return next((by_name[one] for one in (function, f"torch.{name}", f"torch.Tensor.{name}") if one in by_name), None)
 
 
-def _kept_modules(session: Any) -> dict[nn.Module, str]:
-    found: dict[nn.Module, str] = {}
-    for item in session.plan.keep_fp32:
-        for model in session.models:
-            in_float32 = Kept(model, keep_norms=False, keep_fp32=(item,)).in_float32()
-            found.update(dict.fromkeys(in_float32, repr(item) if isinstance(item, str) else _name_of(item)))
-    return found
+def _kept_by(running: Iterable[nn.Module]) -> str | None:
+    """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
+    of_models = ((item, model) for one in live_sessions for item in one.plan.keep_fp32 for model in one.models)
+    for item, model in of_models:
+        if not set(running).isdisjoint(Kept(model, keep_norms=False, keep_fp32=(item,)).in_float32()):
+            return repr(item) if isinstance(item, str) else _name_of(item)
+    return None
 
 
 def _is_wrapped() -> bool:
@@ -181,7 +156,7 @@ def _autocast_has(name: str, dtype: torch.dtype) -> bool:
 def called_by_ampkit() -> bool:
     """Whether code of ampkit calls the operator, beneath which the mode and torch's frames stand."""
     frame: types.FrameType | None = sys._getframe().f_back
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _INSIGHT)):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 

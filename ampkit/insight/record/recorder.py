@@ -14,13 +14,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...casting.cache import CastCaches
-from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
 from ...events import Listener, is_stepping, listening, steps
 from ...patching import PatchSet, Undo
@@ -29,11 +28,10 @@ from ..watching import Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, Record
 from .groups import Group, Precision, rows_of
 from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
-from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = frozenset(
@@ -44,13 +42,11 @@ _FLOATING = frozenset(
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
 
 
-class _Facts(NamedTuple):
-    """What is always so of an operator."""
-
-    is_view: bool
-    is_empty: bool
-    is_cast: bool
-    product: Any
+@functools.cache
+def _facts(op: Any) -> tuple[bool, bool, Any]:
+    """Of an operator: whether it makes empty memory, whether it casts, and the formula of its product."""
+    name = op._schema.name.partition("::")[2]
+    return name.startswith("empty"), name == "_to_copy", product_of(name)
 
 
 class Recorder(Watch):
@@ -61,7 +57,6 @@ class Recorder(Watch):
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
         self._groups: dict[Any, Group] = {}
-        self._facts: dict[Any, _Facts] = {}
         self._origins = Origins()
         self._reasons = Reasons()
         self._roots: list[nn.Module] = []
@@ -76,7 +71,6 @@ class Recorder(Watch):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Everything that the recording changes, and its undo."""
         with Undo() as undo:
             patches = PatchSet()
             undo.callback(patches.restore)
@@ -109,32 +103,23 @@ class Recorder(Watch):
         for name, param in module.named_parameters():
             self._origins.of(param).name = f"{prefix}.{name}" if prefix else name
 
-    def _name_of(self, param: torch.Tensor, proposed: str) -> str:
-        """The name that a parameter has, or gets: the proposed one, with a number where others bear it."""
-        if param not in self._names:
-            self._bearers[proposed] += 1
-            number = self._bearers[proposed]
-            self._names[param] = f"{proposed} ({number})" if number > 1 else proposed
-        name: str = self._names[param]
-        return name
-
     def around(self, call: Call) -> Any:
-        facts = self._facts.get(call.op) or self._learn(call.op)
-        if facts.is_view:
+        if call.op.is_view:
             return call()
+        is_empty, is_cast, formula = _facts(call.op)
         begin = self._event()
         start = perf_counter()
         out = call()
         seconds = perf_counter() - start
         read, made = call.inputs(), tensors_in(out)
-        if not read and (not made or facts.is_empty):  # marks of the profiler, and memory
+        if not read and (not made or is_empty):  # marks of the profiler, and memory
             return out
         group = self._group_of(call)
-        if facts.is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
+        if is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
             self._note_cast(group, read[0], made[0])
             row: Any = group
         else:
-            row = self._note_call(group, call, facts.product, read, made)
+            row = self._note_call(group, call, formula, read, made)
         group.paths[row].add(group.module)
         if begin is None:
             row.seconds += seconds
@@ -143,11 +128,6 @@ class Recorder(Watch):
         else:
             self._timed.append((row, begin, self._event()))
         return out
-
-    def _learn(self, op: Any) -> _Facts:
-        name = op._schema.name.partition("::")[2]
-        facts = self._facts[op] = _Facts(op.is_view, name.startswith("empty"), name == "_to_copy", product_of(name))
-        return facts
 
     def _event(self) -> Any:
         if self._accelerator is None:
@@ -184,10 +164,7 @@ class Recorder(Watch):
                 self._casts[source] = number + 1, made.nbytes
         elif group.phase is not BACKWARD:
             result.asked = f".{group.function.rpartition('.')[2]}() at {group.site}"
-        row = result.row = source.row
-        goes_down = made.dtype in LOWER_PRECISION and row is not None and row.dtype is torch.float32
-        if goes_down and made.dtype in row.dtypes_in:
-            row.ping_pong += read.nbytes + made.nbytes
+        result.row = source.row
 
     # Calls
 
@@ -200,17 +177,19 @@ class Recorder(Watch):
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
         dtype = out if is_told else _computes_in(floating) or out
-        if dtype is None and group.last is None:  # indices and counts, before the call's own numbers
+        is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
+        if dtype is None and group.last is None and not is_read:  # indices and counts, before the call's own numbers
             return group
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         precision = Precision(frozenset(dtypes_in), out, dtype, verdict)
         if group.function == "ampkit":  # one row for all that it does at a line
             precision = next(iter(group.rows), precision)
-        is_lead = dtype is not None and self._is_lead(group, call, product is not None)
+        is_lead = (dtype is not None or is_read) and self._is_lead(group, call, product is not None)
         row = group.rows.get(precision) if is_lead or product is not None else group.last
         if row is None:
             row = group.rows[precision] = group.new_row(precision)
-            self._explain(row, group, call, floating)
+            if dtype is not None:
+                self._explain(row, group, call, floating)
         group.last = row
         group.hand_over(row)
         row.calls += is_lead
@@ -290,7 +269,6 @@ class Recorder(Watch):
         self._on_iteration(iteration)
 
     def finish(self) -> Record:
-        """The rows, when the block has ended."""
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3

@@ -10,35 +10,33 @@ from typing import Any
 import torch
 
 from ..words import columns, in_bytes, in_seconds, short
-from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
+from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Record, add
 
 WIDTH = 100
 _MOST_ROWS = 25
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
-def in_words(record: Rows) -> str:
-    """Overview, lines by time, and advice."""
+def in_words(record: Record) -> str:
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
-    parts = [_overview(record), _calls(record), _advice(record)]
+    lines = [part for line in overview(record) for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+    parts = [lines, _calls(record), _advice(record)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _overview(record: Rows) -> list[str]:
+def overview(record: Record) -> list[str]:
     shares = ", ".join(f"{share:.0%} {short(dtype)}" for dtype, share in record.flops_by_dtype().items())
     plural = "s" * (record.iterations != 1)
-    lines = [
+    return [
         record.about,
         f"{record.iterations} iteration{plural}: {in_seconds(record.seconds / record.iterations)} in operators each",
+        *[f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}"] * bool(shares),
+        *(f"note: {note}" for note in record.notes),
     ]
-    if shares:
-        lines.append(f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}")
-    lines += [f"note: {note}" for note in record.notes]
-    return [wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
-def _calls(record: Rows) -> list[str]:
+def _calls(record: Record) -> list[str]:
     calls = by_line(record)
     shown = calls[:_MOST_ROWS]
     rows = [("time", "FLOPs", "cast", "line", "function", "in -> out", "why")]
@@ -62,7 +60,7 @@ def _calls(record: Rows) -> list[str]:
     return lines
 
 
-def _advice(record: Rows) -> list[str]:
+def _advice(record: Record) -> list[str]:
     lines = []
     for number, advice in enumerate(record.advice, start=1):
         where = f"{advice.site}: " if advice.site else ""
@@ -78,7 +76,7 @@ def function_of(row: CallRow) -> str:
     return f"{row.function} {_PHASES.get(row.phase, row.phase)}"
 
 
-def by_line(record: Rows) -> list[CallRow]:
+def by_line(record: Record) -> list[CallRow]:
     """Rows that differ in the module alone as one, most time first."""
     rows: dict[Any, CallRow] = {}
     for row in record.calls:

@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,6 @@ class Tuning:
         return max(filter(math.isfinite, distances), default=None)
 
     def allowed(self, way: Way) -> float:
-        """How far from float32's the losses of a way may be."""
         of_autocast = self.of_autocast(way)
         return WITHOUT_AUTOCAST if of_autocast is None else max(NO_DISTANCE, TIMES_AUTOCAST * of_autocast)
 
@@ -104,14 +102,14 @@ class Tuning:
 
     @property
     def recommended(self) -> Row:
-        """The way that the rule names."""
         fit = [row for row in self.rows.values() if self.why_not(row) is None]
         fastest = min(fit, key=lambda row: row.quartiles[1])
-        return _smallest(row for row in fit if row.ratio(fastest) <= ALIKE)
+        alike = [row for row in fit if row.ratio(fastest) <= ALIKE]
+        least = min(row.peak_bytes or 0 for row in alike)
+        return next(row for row in alike if (row.peak_bytes or 0) <= ALIKE * least)
 
     @property
     def reason(self) -> str:
-        """Why, and what is faster."""
         row, plain = self.recommended, self.rows[FLOAT32]
         words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
         words[0] += f" (float32 {_mib(plain)})."
@@ -156,16 +154,9 @@ class Tuning:
         Path(path).write_text(json.dumps({"about": self.about, "rows": rows, **told}, indent=1) + "\n")
 
 
-def _smallest(rows: Iterable[Row]) -> Row:
-    rows = list(rows)
-    least = min(row.peak_bytes or 0 for row in rows)
-    return next(row for row in rows if (row.peak_bytes or 0) <= ALIKE * least)
-
-
 def _mib(row: Row) -> str:
     return "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
 
 
 def _number(value: float) -> str:
-    """Three digits at least."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

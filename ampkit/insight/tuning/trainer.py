@@ -18,7 +18,7 @@ from ... import api
 from ...casting.engine import active_casting
 from ...casting.tensors import map_tensors, tensors_in
 from ..updates import Weights
-from .factory import Source, checked
+from .factory import checked, load
 from .ways import AUTOCAST, Way, fused, fused_in_words, optimizers_for
 
 _STEPS_FOR_PEAK = 3  # the first
@@ -28,12 +28,11 @@ _STEPS_FOR_UPDATES = 5  # the last
 class Trainer:
     """``threads`` are torch's on the CPU. Ask it to `start` or to `examine`, and then for turns."""
 
-    def __init__(self, source: Source, way: Way, threads: int) -> None:
+    def __init__(self, located: Any, way: Way, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.way, self._factory = way, source.load()
+        self.way, self._factory = way, load(located)
 
     def start(self) -> dict[str, Any]:
-        """Make everything; what it is, and where it runs."""
         self._make()
         given = self.optimizer
         optimizers = optimizers_for(given)
@@ -51,7 +50,6 @@ class Trainer:
         }
 
     def turn(self, steps: int) -> float:
-        """Seconds of a step, over that many."""
         batches = [self._on_device(next(self._taken)) for _ in range(steps)]
         self._synchronize()
         start = time.perf_counter()
@@ -61,7 +59,6 @@ class Trainer:
         return (time.perf_counter() - start) / steps
 
     def examine(self, steps: int) -> dict[str, Any]:
-        """What a row needs besides times, over that many first steps."""
         losses: list[float] = []
         skipped, lost, total = 0, 0, 0
         with _Peak() as peak:
@@ -108,28 +105,21 @@ class Trainer:
     def _on_device(self, batch: Any) -> Any:
         return map_tensors(batch, lambda tensor: tensor.to(self.device))
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _step(self, batch: Any) -> Tensor:
         inputs, targets = batch
-        if isinstance(inputs, dict):
-            return self._loss_fn(self.model(**inputs), targets)
-        return self._loss_fn(self.model(*(inputs if isinstance(inputs, (tuple, list)) else [inputs])), targets)
-
-    def _backward(self, batch: Any) -> Tensor:
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         self.optimizer.zero_grad()
         with contextlib.nullcontext() if self._region is None else self._region():
-            loss = self._loss(batch)
+            args = args if isinstance(args, (tuple, list)) else [args]
+            loss: Tensor = self._loss_fn(self.model(*args, **kwargs), targets)
         if self._is_initialized:
             with api.scale_loss(loss, self.optimizer) as scaled_loss:
                 scaled_loss.backward()
         else:
             self._scaler.scale(loss).backward()
-        return loss.detach()
-
-    def _step(self, batch: Any) -> Tensor:
-        loss = self._backward(batch)
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        return loss
+        return loss.detach()
 
     def _noted_step(self, losses: list[float]) -> bool:
         """A step whose loss is noted; whether it was skipped."""

@@ -6,26 +6,25 @@ The measurements are made in other processes (measuring.py), so that this one, i
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..processes import KEEP_FREED
-from .factory import Source
-from .report import Row, Tuning
-from .ways import LEVELS, Way
+from ..processes import KEEP_FREED, Worker, WorkerError
+from .factory import located
+from .measuring import Measurements
+from .report import Tuning
+from .ways import LEVELS
 
 EXAMPLE = "ampkit tune examples/tuning/models.py:lstm --levels O2 --seconds 2"
 _PATIENCE = 5.0  # seconds until it says what it waits for
 _IS_CHILD = "AMPKIT_TUNING"
+_ENVIRONMENT = {**KEEP_FREED, _IS_CHILD: "1"}
 
 
 def tune(
@@ -68,78 +67,34 @@ def tune(
         raise ValueError(f"tune: levels={unknown} are not accepted: expected some of {', '.join(LEVELS)}.")
     if seconds < 1 or (steps is not None and steps < 1):
         raise ValueError(f"tune: seconds={seconds}, steps={steps}; expected at least 1.")
-    task = {
-        "source": asdict(Source.of(factory)),
-        "threads": torch.get_num_threads(),
-        "levels": list(levels),
-        "float16": float16,
-        "steps": steps,
-        "seconds": seconds,
-    }
-    about: dict[str, Any] = {}
-    rows: dict[str, Row] = {}
-    tenths = 0
-    for name, found in _measured(task):
-        if name == "about":
-            about = found
-        elif name == "share":
-            if int(10 * found) > tenths:
-                tenths = int(10 * found)
-                print(f"ampkit tune: {found:.0%}", file=sys.stderr)
-        else:
-            way, value = Way(**found[0]), found[1]
-            row = rows.setdefault(str(way), Row(way))
-            if name == "failed":
-                row.error = value
-            elif name == "timed":
-                row.seconds.append(value)
-            else:
-                vars(row).update(value)
-    return Tuning(about, rows)
+    found = located(factory)
+    threads = torch.get_num_threads()
+    # A new process: what this one has computed with, its environment and its threads are no part of what is measured.
+    worker = Worker(multiprocessing.get_context("spawn"), Measurements, found, threads, environment=_ENVIRONMENT)
+    importing = threading.Timer(_PATIENCE, _tell_of_import, [found])
+    importing.daemon = True
+    importing.start()
+    try:
+        worker.ask("start")
+        importing.cancel()
+        print(f"ampkit tune: training in every way, about {seconds:g} s", file=sys.stderr, flush=True)
+        compared: Tuning = worker.ask("measure", list(levels), float16, seconds, steps)
+        return compared
+    except WorkerError as error:
+        if str(error).startswith("NoFactory: "):
+            raise ValueError(f"tune: {str(error).partition(': ')[2]}") from None
+        failed = RuntimeError(f"tune: float32 training failed: {error}")
+        failed.add_note(error.details)
+        raise failed from None
+    finally:
+        importing.cancel()
+        worker.stop()
 
 
-def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the process of the measurements finds, see measuring.py."""
-    run = f"import sys; sys.path[:] = {list(map(str, sys.path))}; from ampkit.insight.tuning.measuring import main; main()"
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, "-c", run],
-            env={**os.environ, **KEEP_FREED, _IS_CHILD: "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        importing = threading.Timer(_PATIENCE, _tell_of_import, [task["source"]["place"]])
-        importing.daemon = True
-        importing.start()
-        try:
-            print(json.dumps(task), file=process.stdin, flush=True)
-            for line in process.stdout:
-                name, found = json.loads(line)
-                importing.cancel()
-                if name == "error" and found[0].startswith("NoFactory: "):
-                    raise ValueError(f"tune: {found[0].partition(': ')[2]}")
-                if name == "error":
-                    error = RuntimeError(f"tune: float32 training failed: {found[0]}")
-                    error.add_note(found[1])
-                    raise error
-                yield name, found
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            importing.cancel()
-        if process.wait():
-            errors.seek(0)
-            raise RuntimeError(f"tune: the measurements ended with exit code {process.returncode}: {errors.read()}")
-
-
-def _tell_of_import(place: str) -> None:
+def _tell_of_import(found: Any) -> None:
+    place = os.path.basename(found[0]) if isinstance(found, tuple) else found.__module__
     print(
-        f"ampkit tune: importing {os.path.basename(place)}, and calling its factory. A script that trains at its top level trains "
+        f"ampkit tune: importing {place}, and calling its factory. A script that trains at its top level trains "
         "now: put that under if __name__ == '__main__':",
         file=sys.stderr,
         flush=True,

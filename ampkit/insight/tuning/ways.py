@@ -32,7 +32,6 @@ class Way:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keywords of `initialize`; none where it is not a level."""
         if self.level in (FLOAT32, AUTOCAST):
             return {}
         setting = _DTYPE_SETTINGS.get(self.level)
@@ -81,7 +80,6 @@ def optimizers_for(optimizer: Any) -> list[str]:
 
 
 def fused(optimizer: Any, **besides: Any) -> Any:
-    """ampkit's, over the same groups."""
     kind, names, own = _FUSED[type(optimizer)]
     groups = [{name: group[name] for name in ("params", *names)} for group in optimizer.param_groups]
     return kind(groups, lr=groups[0]["lr"], **own, **besides)
