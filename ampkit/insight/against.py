@@ -18,6 +18,7 @@ from ..sharding import local
 from .repeating import Repetition
 from .sites import Site
 from .watching import Call, Watch, address, place, tensors_in
+from .words import short
 
 #: An error that is this many times what inputs and rounding explain makes a row.
 _EXCESS = 4.0
@@ -49,7 +50,7 @@ class Difference:
         module = f", in {self.module}" if self.module else ""
         return (
             f"  {self.error:8.2%}  {self.error_of_inputs:8.2%}  {self.site or 'unknown'}  {self.source}\n"
-            f"  {'':18}  {where}{self.function} ({self.op}), {str(self.dtype).removeprefix('torch.')}{module}"
+            f"  {'':18}  {where}{self.function} ({self.op}), {short(self.dtype)}{module}"
         )
 
 

@@ -38,7 +38,7 @@ from .repeating import unwatched
 from .sites import hide_observers, look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Watch, telling_first, tensors_in
+from .watching import Call, Enough, Watch, telling_first, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -76,7 +76,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
             code = running.from_command_line(arguments)
         if code != 0:
             return code
-    except _Enough:
+    except Enough:
         sys.excepthook = hook
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
@@ -105,10 +105,6 @@ def _print_report(script: str, observer: Observer) -> bool:
     if is_rank_zero():
         print("\n".join(lines), flush=True)
     return has_mistakes
-
-
-class _Enough(BaseException):
-    """Raised through the script where enough was seen."""
 
 
 class Observer(Watch, logging.Handler):
@@ -173,7 +169,7 @@ class Observer(Watch, logging.Handler):
 
     def _end_if_enough(self) -> None:
         if self._enough:
-            raise _Enough
+            raise Enough
 
     def step_begins(self, optimizer: Any) -> None:
         self._end_if_enough()

@@ -10,6 +10,7 @@ from .against import Comparison, compare
 from .cures import Cure, Trials, of_precision, of_scale
 from .evidence import GIVEN, SCALE
 from .finder import Culprit, Finder
+from .words import short
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Diagnosis:
         lines = [f"{GIVEN}: {name}" for name in self.given]
         if (found := self.culprit) is not None:
             of = " in backward" if found.backward else ""
-            dtype = str(found.dtype).removeprefix("torch.")
+            dtype = short(found.dtype)
             lines.append(f"{found.kind}{of}{at}")
             lines.append(f"  line      {found.site or 'unknown'}  {found.source}".rstrip())
             if found.op:

@@ -31,7 +31,7 @@ from .failures import culprit_of
 from .finder import Culprit, Finder, is_finite
 from .repeating import rule_of, unwatched
 from .sites import hide_observers
-from .watching import tensors_in
+from .watching import Enough, tensors_in
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
@@ -63,7 +63,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     try:
         with torch.compiler.set_stance("force_eager"), watch:
             code = running.from_command_line(arguments)
-    except _Stopped:
+    except Enough:
         print(watch.found)
         return 1
     except SystemExit:
@@ -77,10 +77,6 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if code == 0:
         print(watch.at_the_end())
     return code
-
-
-class _Stopped(BaseException):
-    """Raised through the script where the culprit is known."""
 
 
 class ScriptFinder(Finder):
@@ -203,7 +199,7 @@ class ScriptFinder(Finder):
         if self._path is not None:
             with unwatched():
                 torch.save(self._before or self._state(), self._path)
-        raise _Stopped
+        raise Enough
 
     def _state(self) -> Any:
         if self._path is None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .watching import Call, tensors_in
+from .words import short
 
 OVERFLOW = "overflow of the format"
 KERNEL = "a wrong result of the kernel"
@@ -127,7 +128,7 @@ def _largest(values: list[torch.Tensor]) -> str:
 
 
 def _end_of(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} ends at {_plain(torch.finfo(tensor.dtype).max)}"
+    return f"{short(tensor.dtype)} ends at {_plain(torch.finfo(tensor.dtype).max)}"
 
 
 def _plain(number: float) -> str:

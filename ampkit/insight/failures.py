@@ -13,6 +13,7 @@ from .cures import Cure
 from .finder import Culprit, Finder
 from .sites import look_at
 from .watching import Call
+from .words import short
 
 #: By what the message says: the kind, and the cure.
 _BY_MESSAGE = (
@@ -68,7 +69,7 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
         for module in list(watch.modules)
         for name, param in module.named_parameters(recurse=False)
     }
-    words = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}{_named(names, one)}" for one in given]
+    words = [f"{short(one.dtype)} {tuple(one.shape)}{_named(names, one)}" for one in given]
     text = f"its arguments are {', '.join(words)}"
     if any(one.element_size() < 2 for one in given):
         cure = "no operator takes them beside others: w.to(x.dtype) before the call"
@@ -92,5 +93,5 @@ def _too_large(call: Call, message: str) -> Any:
     dtype = next((one.dtype for one in call.inputs() if one.dtype in LOWER_PRECISION), torch.float32)
     numbers = [float(one) for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, (int, float))]
     largest = max(numbers, key=abs, default=float("nan"))
-    text = f"{largest:g} in a call in {str(dtype).removeprefix('torch.')}, which ends at {torch.finfo(dtype).max:.6g}"
+    text = f"{largest:g} in a call in {short(dtype)}, which ends at {torch.finfo(dtype).max:.6g}"
     return "a value that does not fit", text, "write torch.finfo(x.dtype).min, or .max, in its place", dtype

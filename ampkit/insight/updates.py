@@ -19,6 +19,7 @@ from ..optimizers.fused import FusedOptimizer
 from ..registry import wrapper_of
 from ..sharding import local
 from .around_step import AroundStep, names_of, to_host
+from .words import short
 
 #: A parameter's name, itself, and its group.
 Named = tuple[str, torch.Tensor, dict[str, Any]]
@@ -179,28 +180,16 @@ class UpdateCheck(AroundStep):
             return
         self._has_told = True
         worst = max(shares, key=lambda name: shares[name])
-        others = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
         weight = next(weight for weight in Weights(self.optimizer, 64).list if weight.name == worst)
-        logger.warning(
-            "%.0f%% of the updates of %r (%s, lr %g) were lost in %d steps%s: %s",
-            100 * shares[worst],
-            worst,
-            str(weight.param.dtype).removeprefix("torch."),
-            weight.lr,
-            self.steps,
-            others if len(shares) > 1 else "",
-            _cure(weight),
-        )
+        what = f"{shares[worst]:.0%} of the updates of {worst!r} ({short(weight.param.dtype)}, lr {weight.lr:g})"
+        others = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
+        others *= len(shares) > 1
+        logger.warning("%s were lost in %d steps%s: %s", what, self.steps, others, _cure(weight))
 
     def __str__(self) -> str:
-        lines = [f"updates lost in {self.steps} steps"]
-        return "\n".join(
-            lines
-            + [
-                f"  {share:7.2%}  {printable(name)}"
-                for name, share in sorted(self.shares.items(), key=lambda item: -item[1])
-            ]
-        )
+        worst_first = sorted(self.shares.items(), key=lambda item: -item[1])
+        lines = [f"  {share:7.2%}  {printable(name)}" for name, share in worst_first]
+        return "\n".join([f"updates lost in {self.steps} steps", *lines])
 
 
 def _cure(weight: _Weight) -> str:
@@ -212,7 +201,7 @@ def _cure(weight: _Weight) -> str:
     cure = f'initialize(model, optimizer, opt_level="{level}") trains their float32 values ({cost})'
     if dtype is torch.bfloat16:
         cure += '; without these, rounding="stochastic" of ampkit.optimizers loses none on average'
-    return f"weights in {str(dtype).removeprefix('torch.')} without masters. {cure}."
+    return f"weights in {short(dtype)} without masters. {cure}."
 
 
 def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> UpdateCheck:

@@ -45,6 +45,10 @@ _NAMES = {
 }
 
 
+class Enough(BaseException):
+    """Raised through a script where all is known of it."""
+
+
 @dataclass
 class Call:
     """One operator, on its way. ``call()`` runs it.

@@ -287,3 +287,24 @@ for _ in range(9):
     found = row(lines, "not trained")
     assert "model 1: 3.bias, model 1: 3.weight" in found
     assert "the loss does not use them, or a line takes the graph away: detach() at script.py" in found
+
+
+def test_a_lazy_module_that_was_never_called_has_no_part_in_figures(check):
+    script = """
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.never, self.norm = net, nn.LazyLinear(3), nn.LazyBatchNorm1d()
+    def forward(self, x):
+        return self.net(x)
+model = Holds()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
+"""
+    code, lines = check(TWO_LAYERS + script)
+    assert code == 0 and any("Holds (56 parameters)" in line for line in lines)  # 6 * 6 + 6 + 6 * 2 + 2
+    assert row(lines, "as it is").split()[-1] == "16.0"
+    assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")

@@ -77,6 +77,12 @@ def test_steps_that_a_grad_scaler_skips_are_iterations(record):
     assert "2 iterations" in out
 
 
+def test_integers_that_the_host_reads_are_told_where_cuda_calls_run_on_the_cpu(record):
+    reads = TRAINS.replace("optimizer.step()", "optimizer.step(); n = sum(int(i) for i in torch.arange(5).cuda())")
+    _, out, _ = record(reads, "100", options=["--device", "cpu"])
+    assert "script.py:8: item reads 5 numbers an iteration" in out
+
+
 def test_a_script_that_ends_early_is_told_of(record):
     code, out, _ = record(TRAINS, "2", options=["--iterations", "5"])  # one skipped, one recorded
     assert code == 0 and "1 iteration:" in out

@@ -619,6 +619,26 @@ def test_nothing_is_imported_before_it_is_asked_for():
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
 
 
+class _Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.never, self.norm = nn.Linear(4, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_lazy_module_that_was_never_called_is_passed_over():
+    model = _Lazy()
+
+    def iteration():
+        model(torch.ones(2, 4)).sum().backward()
+
+    linear = [row for row in recorded(iteration).calls if (row.function, row.phase) == ("linear", "forward")]
+    assert [row.calls for row in linear] == [1]
+    assert not ampkit.diagnose(iteration) and not ampkit.diagnose(iteration, against="fp32")
+
+
 # What is printed
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
+from ..watching import Enough
 from .data import Record
 from .recorder import Iterations, recorded
 
@@ -38,7 +39,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     ]  # before the script changes its folder
     script, code = _Script(arguments.skip, arguments.iterations), 0
     try:
-        with suppress(_Stopped), script:
+        with suppress(Enough), script:
             code = running.from_command_line(arguments)
     except SystemExit as exited:
         code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
@@ -57,10 +58,6 @@ def from_command_line(arguments: argparse.Namespace) -> int:
                 write(path)
                 print(f"ampkit record: wrote {path}", file=sys.stderr)
     return code
-
-
-class _Stopped(BaseException):
-    """Raised through the script when all is recorded."""
 
 
 class _Script(ExitStack):
@@ -90,4 +87,4 @@ class _Script(ExitStack):
     def _after_recorded(self, iteration: int) -> None:
         if iteration == self._iterations:
             self.close()
-            raise _Stopped
+            raise Enough
