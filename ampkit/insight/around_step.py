@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from ..errors import ConfigurationError
 from ..optimizers.scales import on
 from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
+
+#: A parameter's name, itself, and its group.
+Named = tuple[str, torch.Tensor, dict[str, Any]]
 
 
 class AroundStep:
@@ -61,8 +64,8 @@ class AroundStep:
         self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 
 
-def names_of(optimizer: Any) -> list[str]:
-    """The names of an optimizer's parameters, in their order: those in its models, if they are known, else their places."""
+def named_params(optimizer: Any) -> Iterator[Named]:
+    """An optimizer's parameters, named as in its models where these are known, else by their places."""
     session = session_of(optimizer)
     of_models = [] if session is None else [list(model.named_parameters()) for model in session.models]
     known = {
@@ -70,13 +73,10 @@ def names_of(optimizer: Any) -> list[str]:
         for index, named in enumerate(of_models)
         for name, param in named
     }
-    names = []
     for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [
-            f"param_groups[{number}]['params'][{i}]" for i in range(len(group["params"]))
-        ]
-        names += [known.get(param, name) for param, name in zip(group["params"], given, strict=True)]
-    return names
+        places = (f"param_groups[{number}]['params'][{i}]" for i in range(len(group["params"])))
+        for name, param in zip(group.get("param_names") or places, group["params"], strict=True):
+            yield known.get(param, name), param, group
 
 
 def to_host(shares: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -59,9 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script's first iterations and print the report. The exit code is 1 where it names a mistake, else 0.
 
-    What does not end in .py, a file or a folder, is a checkpoint, which files.py reads.
-
-    Exceptions of the script pass through, after a report on what was seen until then.
+    A file or a folder that does not end in .py is a checkpoint, which files.py reads. Exceptions of the script pass through, after
+    a report on what was seen until then.
     """
     if arguments.iterations < 1:
         print(
@@ -366,7 +365,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         table.append(alone)
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
-    not_cast = [*(f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)), *_scripted(models)]
+    not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
@@ -434,8 +433,3 @@ def _kept(rows: Sequence[ModuleRow]) -> str:
         first = ", ".join(row.name or "the model" for row in own[:2]) + ", ..." * (len(own) > 2)
         parts.append(f"{sum(row.modules for row in own)}x {reason} ({first})")
     return "; ".join(parts) or "nothing"
-
-
-def _scripted(models: Sequence[nn.Module]) -> list[str]:
-    found = [name for model in models for name, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)]
-    return [f"{found[0] or 'the model'} is TorchScript, which torch.autocast casts by its own lists"] if found else []

@@ -1,12 +1,12 @@
 """`explain`: what each module is stored in, what stays float32 and why, and how each optimizer steps.
 
 `explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/,
-`why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it. What a call
-computes in is told by `recording`.
+`why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it; what calls compute in, `recording` tells.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -283,26 +283,22 @@ def _bytes(
     total = max(1, sum(param.numel() for param in stored))
     # float16 cannot hold every unscaled gradient.
     in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
-    weights = rests = gradients = 0
-    state = 0.0
+    sums: Any = Counter(weights=0, rests=0, gradients=0, state=0)
     for param, dtype in stored.items():
-        weights += param.numel() * dtype.itemsize
-        rests += param.numel() * 2 * (param in mastered)
+        sums["weights"] += param.numel() * dtype.itemsize
+        sums["rests"] += param.numel() * 2 * (param in mastered)
         gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
         if treatment.plan.has_narrow_gradients and is_large(param, dtype):
             gradient_dtype = treatment.plan.lower_precision
         if treatment.is_live and (gradient := stored_gradient(param)) is not None:
             gradient_dtype = gradient.dtype
-        gradients += param.numel() * gradient_dtype.itemsize * param.requires_grad
+        sums["gradients"] += param.numel() * gradient_dtype.itemsize * param.requires_grad
         # Beside weights without float32 values, state is in their precision too.
         narrows = (
             dtype in LOWER_PRECISION and param not in mastered and not getattr(optimizer, "keeps_float32_state", False)
         )
-        state += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
-    return {
-        name: sum_ / total
-        for name, sum_ in zip(("weights", "rests", "gradients", "state"), (weights, rests, gradients, state))
-    }
+        sums["state"] += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
+    return {name: size / total for name, size in sums.items()}
 
 
 def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: bool) -> float:

@@ -84,10 +84,8 @@ class Finder(Watch):
 
     def _look_at_module(self, module: nn.Module) -> None:
         self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
-        for path, part in module.named_modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and not (is_finite(buffer) or _is_mask(buffer)):
-                    self._note_given([(f"buffer {f'{path}.{name}'.strip('.')!r}", buffer)])
+        buffers = [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+        self._note_given(pair for pair in buffers if is_finite(pair[1]) or not _is_mask(pair[1]))
 
     def _note_given(self, tensors: Any) -> None:
         for name, tensor in tensors:

@@ -11,12 +11,11 @@ import torch
 
 from .. import kernels, validation
 from ..api import step_was_skipped
-from ..casting.tensors import params_of
 from ..iteration.found_inf import values_of
 from ..optimizers.scales import on
 from ..registry import session_of, wrapper_of
 from ..sharding import is_sharded, local, norm_over_processes
-from .around_step import AroundStep, names_of, to_host
+from .around_step import AroundStep, named_params, to_host
 from .updates import Weights
 
 
@@ -99,7 +98,7 @@ class StepReport:
         wrapper, found = wrapper_of(self._optimizer), {}
         clip = None if wrapper is None else wrapper.gradients.clipping.pending
         mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.stored}
-        for name, param in zip(names_of(self._optimizer), params_of(self._optimizer), strict=True):
+        for name, param, _ in named_params(self._optimizer):
             if param.grad is not None:
                 found[name] = param.grad, clip if param in mastered else None
         return found

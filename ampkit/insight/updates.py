@@ -6,7 +6,7 @@ float32 value (O2) is the same only if its rest is too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,8 @@ from ..logs import logger, printable
 from ..optimizers.fused import FusedOptimizer
 from ..registry import wrapper_of
 from ..sharding import local
-from .around_step import AroundStep, names_of, to_host
+from .around_step import AroundStep, Named, named_params, to_host
 from .words import short
-
-#: A parameter's name, itself, and its group.
-Named = tuple[str, torch.Tensor, dict[str, Any]]
 
 #: Elements of a tensor that stand for all, where only shares are asked for: their standard error is below 1.2%.
 SAMPLE = 2**11
@@ -226,9 +223,3 @@ def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> Up
     if every < 1 or not 0 <= share <= 1:
         raise ValueError(f"check_updates: every={every}, share={share}; expected at least 1, and from 0 to 1.")
     return UpdateCheck(optimizer, every, share)
-
-
-def named_params(optimizer: Any) -> Iterator[Named]:
-    names = iter(names_of(optimizer))
-    for group in optimizer.param_groups:
-        yield from ((next(names), param, group) for param in group["params"])

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..insight.updates import Named, UpdateCheck, Weights, named_params
+from ..insight.around_step import Named, named_params
+from ..insight.updates import UpdateCheck, Weights
 from ..registry import unwrapped, wrapper_of
 
 #: Elements of a parameter that are looked at, the share of the time that this may take, and the number of parameters in the first

@@ -90,7 +90,7 @@ def _float64(record: Record) -> Iterator[Advice]:
     exact = [row for row in record.calls if row.dtype is torch.float64 and row.phase != STEP]
     for site, rows in _alike(exact, lambda row: row.site):
         share = sum(map(record.share_of_time, rows))
-        if share >= _LEAST:
+        if max(share, sum(map(record.share_of_flops, rows))) >= _LEAST:
             first = next((row for row in rows if row.phase == FORWARD), rows[0])
             change = "x.float() before it: numpy's arrays are float64, and a tensor in float64 makes float64 of what meets it"
             yield Advice(share, site, f"{first.function} computes in float64 ({share:.0%} of the time)", change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,14 +13,8 @@ from ..sites import Site
 from ..words import collapsed
 from .data import CallRow, add
 
-
-class Precision(NamedTuple):
-    """What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each."""
-
-    dtypes_in: frozenset[torch.dtype] = frozenset()
-    out: torch.dtype | None = None
-    dtype: torch.dtype | None = None
-    tensor_cores: str = ""
+#: What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each.
+Precision = tuple[frozenset[torch.dtype], torch.dtype | None, torch.dtype | None, str]
 
 
 @dataclass(eq=False)
@@ -51,7 +45,7 @@ class Group:
         self.seconds = 0.0
 
     def new_row(self, precision: Precision) -> CallRow:
-        site = self.site
+        site, (dtypes_in, out, dtype, tensor_cores) = self.site, precision
         return CallRow(
             function=self.function.rpartition(".")[2].strip("_") or self.function,
             site=str(site or "(no line)"),
@@ -60,11 +54,11 @@ class Group:
             line=site.line if site else 0,
             module="",
             phase=self.phase,
-            dtypes_in=tuple(sorted(precision.dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
-            dtypes_out=(precision.out,) if precision.out is not None else (),
-            dtype=precision.dtype,
+            dtypes_in=tuple(sorted(dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
+            dtypes_out=(out,) if out is not None else (),
+            dtype=dtype,
             reason="no floating-point numbers",
-            tensor_cores=precision.tensor_cores,
+            tensor_cores=tensor_cores,
         )
 
 
@@ -82,7 +76,7 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
     for group in (one for one in groups if one.last is None):
         row = next(iter(by_line.get((group.site, group.phase), [])), None)
         if row is None:  # a line that does nothing but convert, or computes with integers
-            row = group.new_row(Precision())
+            row = group.new_row((frozenset(), None, None, ""))
             row.module, row.calls = collapsed(group.paths[group]), group.casts
             row.reason = "a cast of the script's" if group.casts else row.reason
             by_line.setdefault((group.site, group.phase), []).append(row)

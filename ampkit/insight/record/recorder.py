@@ -29,7 +29,7 @@ from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, Record
-from .groups import Group, Precision, rows_of
+from .groups import Group, rows_of
 from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
 
@@ -181,7 +181,7 @@ class Recorder(Watch):
         if dtype is None and group.last is None and not is_read:  # indices and counts, before the call's own numbers
             return group
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
-        precision = Precision(frozenset(dtypes_in), out, dtype, verdict)
+        precision = frozenset(dtypes_in), out, dtype, verdict
         if group.function == "ampkit":  # one row for all that it does at a line
             precision = next(iter(group.rows), precision)
         is_lead = (dtype is not None or is_read) and self._is_lead(group, call, product is not None)

@@ -6,14 +6,13 @@ machine disturbs all alike. Those for which memory does not suffice have their t
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import torch._dynamo  # noqa: F401  every optimizer would, in each process
 
 from ..processes import Worker, WorkerError
 from .report import Row, Tuning
@@ -34,6 +33,7 @@ class Measurements:
     """Ask it to `start`, and then to `measure`."""
 
     def __init__(self, located: Any, threads: int) -> None:
+        importlib.import_module("torch._dynamo")  # every optimizer would, in each process
         for one in (1, 2):  # what the script's own code prints, in a dozen processes
             os.dup2(os.open(os.devnull, os.O_WRONLY), one)
         # A fork of this process has torch imported, which has computed nothing.
@@ -45,19 +45,18 @@ class Measurements:
 
     def start(self) -> None:
         """Train in float32 for some steps, which takes an import of the factory."""
-        begun = time.monotonic()
+        self._begun = time.monotonic()
         plain = self._worker(Way(FLOAT32))
         try:
             self.about = {**plain.ask("start"), "threads": self._given[1]}
-            self._to_start = time.monotonic() - begun
+            self._to_start = time.monotonic() - self._begun
             self._seconds = min(plain.ask("turn", 1) for _ in range(WARM_UP))
         except WorkerError:
             plain.stop()
             raise
 
     def measure(self, levels: Sequence[str], float16: bool | None, seconds: float, steps: int | None) -> Tuning:
-        begun, dtypes = time.monotonic(), self._precisions(float16)
-        ways = ways_of(levels, dtypes, self.about["optimizers"])
+        ways = ways_of(levels, self._precisions(float16), self.about["optimizers"])
         for_each = _OF_EXAMINING * seconds / len(ways)
         fitting = int((for_each - self._to_start) / self._seconds / _BEYOND)
         steps = self.about["steps"] = steps or min(STEPS[1], max(STEPS[0], fitting))
@@ -79,7 +78,7 @@ class Measurements:
                 else:
                     self._take_turns([way], time.monotonic() + for_each / 2)
                     self._workers.pop(way).stop()
-            self._take_turns(list(self._workers), begun + seconds)
+            self._take_turns(list(self._workers), self._begun + seconds)
         finally:
             for one in self._workers.values():
                 one.stop()
