@@ -6,6 +6,7 @@ That is what a row of ``policy=``, ``keep_fp32=`` and another level do, without 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,10 +106,7 @@ class Trials:
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
         """What to say of float32 for a part of the operators; None where it does not help, at any loss scale that moves."""
-
-        def watch() -> Watch:
-            return Recompute(applies, torch.float32)
-
+        watch = functools.partial(Recompute, applies, torch.float32)
         if self.is_finite(watch()):
             return "finite, tried"
         if self._first.backoff is not None and (lower := self.lower_scale(watch)) is not None:

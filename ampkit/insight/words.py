@@ -12,8 +12,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 def percent(share: float | None) -> str:
-    """``36%``, ``3.6%``, ``0.36%``, ``<0.01%``; nothing for None."""
-    if share is None:
+    """``36%``, ``3.6%``, ``0.36%``, ``<0.01%``; nothing for None and NaN."""
+    if share is None or share != share:
         return ""
     if 0 < share < 0.0001:
         return "<0.01%"

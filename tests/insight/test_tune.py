@@ -381,7 +381,10 @@ def test_a_factory_of_a_session_without_a_file_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", script)
     with pytest.raises(ValueError, match="factory cannot be imported"):
         located(script.factory)
-    script.__file__ = "script.py"
+    script.__file__ = "<stdin>"
+    with pytest.raises(ValueError, match="factory cannot be imported"):
+        located(script.factory)
+    script.__file__ = __file__
     assert located(script.factory) is script.factory
 
 

@@ -31,7 +31,8 @@ def located(factory: Callable[[], Any] | str) -> Any:
     refuse_no_factory(factory, "it")
     try:
         pickle.dumps(factory)
-        is_found = factory.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__")
+        script = getattr(sys.modules["__main__"], "__file__", "")
+        is_found = factory.__module__ != "__main__" or os.path.exists(script)
     except (pickle.PicklingError, AttributeError, TypeError):
         is_found = False
     if not is_found:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...patching import PatchSet
 from ..processes import KEEP_FREED, Worker, WorkerError
 from .factory import located
 from .measuring import Measurements
@@ -69,8 +70,12 @@ def tune(
         raise ValueError(f"tune: seconds={seconds}, steps={steps}; expected at least 1.")
     found = located(factory)
     threads = torch.get_num_threads()
-    # A new process: what this one has computed with, its environment and its threads are no part of what is measured.
-    worker = Worker(multiprocessing.get_context("spawn"), Measurements, found, threads, environment=_ENVIRONMENT)
+    with PatchSet() as patches:
+        if isinstance(found, tuple):  # needs nothing of this script, which multiprocessing would import
+            for name in ("__file__", "__spec__"):
+                patches.set(sys.modules["__main__"], name, None)
+        # A new process: what this one has computed with, its environment and its threads are no part of what is measured.
+        worker = Worker(multiprocessing.get_context("spawn"), Measurements, found, threads, environment=_ENVIRONMENT)
     importing = threading.Timer(_PATIENCE, _tell_of_import, [found])
     importing.daemon = True
     importing.start()
