@@ -14,7 +14,7 @@ from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
 from ..watching import Enough
-from .data import Record
+from .record import Record
 from .recorder import Iterations, recorded
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"

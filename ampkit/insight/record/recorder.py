@@ -28,10 +28,11 @@ from ..watching import Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, Record
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
 from .groups import Group, rows_of
 from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
+from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = frozenset(
