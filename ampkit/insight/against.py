@@ -172,7 +172,7 @@ class _Shadows(Watch):
 
 
 def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    """Whether this is a sum that is 0 but for rounding, as the gradient of a bias in front of a batch norm."""
+    """A sum that is 0 but for rounding, as the gradient of a bias before a batch norm."""
     is_of_bias = call.op is torch.ops.aten.convolution_backward.default and exact.dim() == 1
     floating = [local(one.detach()) for one in inputs if one.is_floating_point() and one.numel()]
     if not exact.numel() or not (is_of_bias or len(floating) == 1):

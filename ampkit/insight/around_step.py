@@ -1,7 +1,6 @@
 """`AroundStep`: a look at an optimizer before and after each step, by what stands on top of its ``step``.
 
-That is also on top of what `ampkit.initialize` has put there, so that gradients and weights are seen as a script sees them, and
-steps that are skipped too.
+That is also on top of what `ampkit.initialize` has put there: gradients and weights are seen as a script sees them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``ampkit check``: the first iterations of a script, and what each level would change in it. A file that is no script is read.
 
-The script is not edited, and may use float32, torch.autocast, ampkit or Apex. `Observer` notes the models and optimizers that run
-and the functions of torch that they call; `report` asks `explain` what each level makes of them. The script ends after some steps
-of its optimizers, and torch is as it was.
+`Observer` notes the models and optimizers that run and the functions of torch that they call. `report` asks `explain` what each
+level makes of them. The script ends after some steps of its optimizers.
 """
 
 from __future__ import annotations
@@ -290,7 +289,7 @@ class Observer(Watch, logging.Handler):
 
 
 class _Calls(TorchFunctionMode):
-    """Tells an `Observer` of each function of torch that the script, or a module, calls."""
+    """Tells an `Observer` of functions of torch."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -302,7 +301,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """The matrix products of forward passes: floating-point operations by the kind of module, its sizes, and rows."""
+    """FLOPs of forward passes by the kind of module, its sizes, and rows."""
 
     def __init__(self) -> None:
         self.flops: Counter[Any] = Counter()
@@ -318,7 +317,7 @@ class _Products:
             self.paths.setdefault(key[:2], set()).add(of)
 
     def off(self) -> str:
-        """Sizes off multiples of 8, with which matrix units of GPUs are slow, most work first, and what to pad them to."""
+        """Sizes off multiples of 8, most work first."""
         work: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
         where: dict[tuple[int, bool], dict[str, None]] = {}
         for (of, sizes, rows), flops in self.flops.items():
@@ -378,7 +377,6 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
 
 
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
-    """A row of the table: the first precision of weights that is lower, or float32, and how each optimizer steps."""
     weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     totals = [all_bytes] if all_bytes is not None else [one.total_bytes for one in explained.optimizers]
@@ -392,7 +390,7 @@ def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None 
 
 
 def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> float | None:
-    """Bytes per parameter of the models where an optimizer steps over copies of the script's own; None where none does."""
+    """Bytes per parameter where an optimizer steps over copies of the script's own."""
     held = {param for one in optimizers for param in params_of(one)}
     trained = {param for model in models for param in model.parameters() if param.requires_grad}
     beside = [param for param in trained - held if param.dtype in LOWER_PRECISION]
@@ -403,7 +401,7 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
 
 
 def _alone(models: Sequence[nn.Module], optimizer: Any) -> tuple[str, ...] | None:
-    """A row for ampkit's optimizer with moments in 8 bits, without a level; None where it does not compute the same."""
+    """ampkit's optimizer with moments in 8 bits, without a level; None where it computes something else."""
     lower = {param.dtype for param in params_of(optimizer)}.intersection(LOWER_PRECISION)
     if "int8" not in optimizers_for(optimizer) or torch.float16 in lower:
         return None

@@ -1,7 +1,7 @@
 """What cures an iteration that is not finite: each candidate is tried, and kept where loss and gradients are finite.
 
-A function, a module or everything is tried in another precision by running its operators on cast inputs, forward and backward.
-That is what a row of ``policy=``, ``keep_fp32=`` and another level do, without a second `initialize`.
+A function, a module or everything is tried in another precision by running its operators on cast inputs, forward and backward:
+what a row of ``policy=``, ``keep_fp32=`` and another level do, without a second `initialize`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALL = 2.0**-24
 
 
 class Recompute(Watch):
-    """Runs the operators that ``applies`` tells of on inputs cast from lower precision to ``dtype``, and keeps their results so."""
+    """Runs operators on inputs cast from lower precision to ``dtype``, and keeps their results so."""
 
     def __init__(self, applies: Callable[[Call], bool], dtype: torch.dtype) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Trials:
         return self.is_finite(Recompute(lambda call: True, dtype), 1 / self.scale, _SMALL)
 
     def lower_scale(self, watch: Callable[[], Watch] = Watch) -> float | None:
-        """The highest loss scale at which all is finite, of those that are a power of two below the one of now."""
+        """The highest at which all is finite, by powers of two."""
         most = math.floor(math.log2(self.scale / self._first.floor))
         if most < 1 or not self.is_finite(watch(), 2.0**-most):
             return None
@@ -105,7 +105,7 @@ class Trials:
         return self.scale * 2.0**-works
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
-        """What to say of float32 for a part of the operators; None where it does not help, at any loss scale that moves."""
+        """What to say of float32 for a part of the operators; None where it does not help."""
         watch = functools.partial(Recompute, applies, torch.float32)
         if self.is_finite(watch()):
             return "finite, tried"

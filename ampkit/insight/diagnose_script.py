@@ -1,8 +1,7 @@
 """``ampkit diagnose``: a script that runs under a `Finder`, until a loss, or gradients in a row, are not finite for good.
 
-The script is not edited. Its operators are watched one by one, so that it runs slowly. Its iterations cannot be repeated, so that
-no cure is tried: `ampkit.diagnose` tries them, on what ``--save`` has written. Where the loss scale is still on its way down to
-what gradients need, the script goes on; what is not finite when it ends is shown then.
+Its iterations cannot be repeated, so that no cure is tried: `ampkit.diagnose` tries them, on what ``--save`` has written. Where the
+loss scale is still on its way down to what gradients need, the script goes on.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class ScriptFinder(Finder):
             self._last = self.culprit, self._scale
 
     def _fits_at(self, culprit: Culprit) -> float | None:
-        """The highest loss scale at which the culprit's result is finite; None where it comes to none."""
+        """The highest loss scale at which its result is finite."""
         if not self._falls or culprit.kind != OVERFLOW or not self._scale:
             return None
         if not culprit.backward:  # the scaled loss itself

@@ -1,7 +1,7 @@
 """Why an operator made inf or NaN of finite numbers: the kind, and the numbers that prove it.
 
-The operator is computed again in float64 from the same inputs. Where the result is finite, only the format was too small; where it
-is not, the inputs are outside of the function's domain, and which of them are is looked up.
+The operator is computed again in float64 from the same inputs. Where that is finite, only the format was too small; where not, the
+inputs are outside of the function's domain, and are looked up.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _rows(bad: torch.Tensor, batch: int) -> str:
-    """Which rows of the batch are not finite in a result of the forward pass that has them in front; nothing where all are."""
+    """Rows of the batch that are not finite; nothing where all are."""
     values = readable(local(bad.detach()))
     if batch < 2 or not values.dim() or len(values) % batch or values.is_sparse:
         return ""
@@ -202,7 +202,7 @@ def _is_read(call: Call) -> bool:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether all that is not finite is -inf, as scripts write it for what a softmax is to leave out."""
+    """Whether all that is not finite is -inf."""
     values = readable(local(tensor))
     return bool((values.isfinite() | values.isneginf()).all())
 

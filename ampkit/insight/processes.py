@@ -1,7 +1,6 @@
 """Processes to measure in: a `Worker` is one that makes an object and calls its methods when it is asked to.
 
-A way of training needs a process of its own, since O1 patches torch for the whole process. Those that are forked from one where
-torch is imported, and has computed nothing, begin at once. `ampkit.tune` uses these, and ampkit's own benchmarks.
+O1 patches torch for the whole process, so that a way of training needs its own. `ampkit.tune` and benchmarks use these.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Worker:
         theirs.close()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What the method returns. Raises `WorkerError` for what it raises, and where the process has ended."""
+        """Raises `WorkerError` for what the method raises, and where the process has ended."""
         try:
             self._connection.send((method, arguments))
             is_error, value = self._connection.recv()

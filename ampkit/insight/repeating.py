@@ -1,8 +1,7 @@
 """An iteration of a script, run once more as if it had not run: everything it changes is put back, also after an exception.
 
 Put back are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
-`scale_loss` block multiplies the loss here and does nothing else, so that no loss scale, finding or snapshot moves. The iteration
-ends where it unscales, clips or steps, at the latest.
+`scale_loss` block multiplies the loss here and does nothing else. The iteration ends where it unscales, clips or steps.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class Repetition(Listener):
 
 
 def rule_of(scaler: Any) -> tuple[float, float | None, float]:
-    """The loss scale of ampkit's scaler, or torch's, the factor by which it falls, None for a static one, and the lowest."""
+    """The loss scale, the factor by which it falls, None for a static one, and the lowest."""
     if isinstance(scaler, GradScaler):
         return scaler.get_scale(), scaler.get_backoff_factor(), 2.0**-14
     return scaler.loss_scale, *((scaler.rule.backoff_factor, scaler.floor) if scaler.dynamic else (None, 2.0**-14))

@@ -1,8 +1,7 @@
 """Where in a script an operator was called: the user's line, and the name by which the line calls torch.
 
-`look` walks up the Python stack. Frames of torch, ampkit and the standard library are passed over, so the
-site of a ``nn.Softmax`` is the line that calls the module. An operator that autograd runs has no line of its own: `look` finds
-none below the engine, and watching.py puts the operator at the line of its forward.
+`look` walks up the Python stack, over frames of torch, ampkit and the standard library: the site of a ``nn.Softmax`` is the line
+that calls the module. An operator that autograd runs has no line of its own, and watching.py puts it at the line of its forward.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def look_at(traceback: types.TracebackType | None) -> Site | None:
 
 
 def hide_observers(error: BaseException) -> None:
-    """Take the frames out of an exception's traceback that stand there since somebody watches: those of insight, and modes."""
+    """Take the frames of those who watch out of an exception's traceback."""
     frame = error.__traceback__
     while frame is not None:
         after = frame.tb_next

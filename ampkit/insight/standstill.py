@@ -20,7 +20,7 @@ _MANY_LOST = 0.5
 
 
 class Standstill:
-    """Is told of backward passes and steps; then `reasons` has a sentence for each reason, with the parameters that it holds of."""
+    """Is told of backward passes and steps; then `reasons` has a sentence for each reason."""
 
     def __init__(self) -> None:
         self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
@@ -35,7 +35,7 @@ class Standstill:
         self._weights: Weights | None = None
 
     def cut(self, words: str, site: Site | None) -> None:
-        """A line has taken the graph away; one that does not say so itself, as ``scale_loss``, is none of the script's."""
+        """A line that does not say so itself, as ``scale_loss``, is none of the script's."""
         if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
             self.cuts.setdefault(f"{words} at {site}: {site.source}")
 

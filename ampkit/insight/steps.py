@@ -156,10 +156,9 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     ``f`` is called at every ``every``-th step. At every ``updates_every``-th step ``report.lost_updates`` has the share of updates
     that rounding lost, which takes a copy of the weights; at other steps it is None. Make it a multiple of ``every``.
 
-    It works with any optimizer, at every level and without `initialize`. (Where a ``torch.amp.GradScaler`` skips, it does not call
-    the ``step`` of most optimizers, and there is no report.) Call it after `initialize`; a step raises
-    `ConfigurationError` where it was called before. Raises TypeError for what is no optimizer or no function, and ValueError for
-    an ``every`` below 1.
+    It works with any optimizer, at every level and without `initialize`; else call it after that. (Where a ``torch.amp.GradScaler``
+    skips, it does not call the ``step`` of most optimizers, and there is no report.) Raises TypeError for what is no optimizer or
+    no function, and ValueError for an ``every`` below 1.
     """
     if not callable(f):
         raise TypeError(f"on_step expects a function that takes the report of a step, found {type(f).__name__}.")

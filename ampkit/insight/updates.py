@@ -104,7 +104,7 @@ class Weights:
         ]
 
     def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
-        """Those that one operator can look at: each alone, or where they are samples, all of the same dtypes and device."""
+        """Each alone, or samples of the same dtypes and device together."""
         trained = self._trained()
         if self._most is None:
             return [[one] for one in trained]
@@ -124,7 +124,7 @@ def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """The elements of a tensor in one dimension, or ``most`` of them: runs of 64, evenly spread, so that little memory is read."""
+    """A tensor in one dimension, or ``most`` of it: runs of 64, evenly spread, so that little memory is read."""
     values = tensor.reshape(-1)
     if values.numel() <= most:
         return values
@@ -214,9 +214,8 @@ def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> Up
        97.31%  proj.weight
 
     It takes any optimizer and model, initialized or not; call it after `initialize`. Measured are the first five steps and then
-    every ``every``-th one, on the device; these take a copy of the weights and a pass over them. Other steps take nothing. An
-    update is lost where the weight, with its float32 value if it has one, is the same after a step with a gradient that is not 0.
-    The warning comes once. What is returned has ``shares``, by name, ``steps``, and ``remove()``.
+    every ``every``-th one; these take a copy of the weights and a pass over them. The warning comes once. What is returned has
+    ``shares``, by name, ``steps``, and ``remove()``.
 
     Raises TypeError for what is no optimizer, and ValueError for an ``every`` below 1 or a ``share`` outside of 0 to 1.
     """

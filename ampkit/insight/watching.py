@@ -1,8 +1,7 @@
 """A dispatch mode that hands every operator to its subclass, with what the operator belongs to: a `Call`.
 
-Forward, backward and recomputation go through one method, `Watch.around`. An operator of the backward pass stands at the line and
-in the module of its forward: autograd numbers its nodes in order, and the number that is newest when an operator runs forward is
-that of the operator's own node. `Journal` undoes what operators write.
+An operator of the backward pass stands at the line and in the module of its forward: autograd numbers its nodes in order, and the
+number that is newest when an operator runs forward is that of its own node. `Journal` undoes what operators write.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def operator_name(op: Any) -> str:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Those in tuples, lists and dicts, which operators take; faster than `casting.tensors`, which knows of more."""
+    """Those in tuples, lists and dicts; faster than `casting.tensors`, which knows of more."""
     found: list[torch.Tensor] = []
     _gather((tree,), found)
     return found

@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 def product_of(name: str) -> Callable[[Any, Any], Product] | None:
-    """The formula of an operator of torch, called with its arguments and its result; None for what is no product."""
+    """The formula of an operator, of its arguments and result; None for what is no product."""
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
         return _attention_backward if name.endswith("backward") else _attention
     return _FORMULAS.get(name)

@@ -1,6 +1,6 @@
 """``ampkit record``: a script that runs unedited, of which some iterations are recorded.
 
-The script runs until it has made them, and ends there. Under a launcher rank 0 prints what it has recorded itself.
+It ends where it has made them. Under a launcher rank 0 prints its own.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Group:
 
 
 def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
-    """The rows of all groups, each with its modules; what still waits goes to a row of the same line, or to one of its own."""
+    """Rows of all groups; what still waits goes to a row of the same line, or to one of its own."""
     groups = list(groups)
     by_line: dict[Any, list[CallRow]] = {}
     for group in groups:
@@ -85,7 +85,7 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
 
 
 def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
-    """Rows without products, such as the copy in front of a batched one, as a part of the function's row that has them."""
+    """Rows without products, such as the copy in front of a batched one, as a part of the row that has them."""
     rows = list(rows)
     products = [row for row in rows if row.flops]
     for row in products:  # another product of the same calls, as backward has two

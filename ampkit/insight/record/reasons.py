@@ -41,7 +41,7 @@ _EXACT = (torch.float64, torch.complex64, torch.complex128)
 
 
 class _Region(NamedTuple):
-    """A region of torch.autocast that the script is in, or one of ampkit's around a forward, and the line that begins it."""
+    """A region of torch.autocast, or of ampkit's around a forward, and the line that begins it."""
 
     enabled: bool
     site: Site | None
@@ -111,7 +111,7 @@ class Reasons:
 
     @staticmethod
     def _is_cast_here(engine: Casting | None, region: _Region | None) -> bool:
-        """Whether this thread's calls are cast: torch.autocast's own state is off while an operator runs below it."""
+        """torch.autocast's own state is off while an operator runs below it."""
         if engine is None or region is not None:
             return engine is not None and region.enabled
         return engine.scope == "process" and not engine.leaves_out_this_thread

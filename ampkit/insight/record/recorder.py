@@ -1,8 +1,7 @@
 """`recording`: a dispatch mode that adds up, for each line of a script, what its functions compute in, and what that takes.
 
-A `Watch` says where each operator belongs. Here operators become rows: those of one function at one line, in modules whose paths
-differ in numbers alone, are a `Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function
-that they are made for. Times are those of the operators, without Python between them.
+A `Watch` says where each operator belongs. Those of one function at one line, in modules whose paths differ in numbers alone, are
+a `Group`, and each precision in it is a `CallRow`. Casts belong to the function that they are made for.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and 
 
 @functools.cache
 def _facts(op: Any) -> tuple[bool, bool, Any]:
-    """Of an operator: whether it makes empty memory, whether it casts, and the formula of its product."""
+    """Whether an operator makes empty memory, or casts, and the formula of its product."""
     name = op._schema.name.partition("::")[2]
     return name.startswith("empty"), name == "_to_copy", product_of(name)
 
@@ -89,7 +88,7 @@ class Recorder(Watch):
     # What a call belongs to
 
     def on_module(self, module: nn.Module) -> None:
-        """A model or a loss begins: the first model's modules have their own paths, those of others the class in front."""
+        """The first model's modules have their own paths, those of others the class in front."""
         if module in self._roots:
             return
         has_params = next(module.parameters(), None) is not None
@@ -319,12 +318,9 @@ def recording() -> AbstractContextManager[Record]:
     It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the
     block ends, also by an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the
     first iteration out, in which torch allocates. Recorded is what this thread runs, with its backward passes; compiled code runs
-    eagerly. On several processes each rank records what it computes.
+    eagerly.
 
-    Costs up to a quarter of an iteration's time. Nothing is imported or patched before it is called, and all is taken back after
-    it.
-
-    Raises `ConfigurationError` inside of another recording, of this or another thread.
+    Costs up to a quarter of an iteration's time. Raises `ConfigurationError` inside of another recording, of any thread.
     """
     return recorded(lambda iteration: None)
 

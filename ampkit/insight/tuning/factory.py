@@ -19,7 +19,7 @@ _BATCHES = 32  # are kept, and taken in turn
 
 
 def located(factory: Callable[[], Any] | str) -> Any:
-    """What another process can `load`: the function itself, or the (place, name) of a text. Raises as `tune` does."""
+    """What another process can `load`: the function itself, or the (place, name) of a text."""
     if isinstance(factory, str):
         place, _, name = factory.rpartition(":")
         if not place or not name:

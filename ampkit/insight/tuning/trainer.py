@@ -87,7 +87,7 @@ class Trainer:
         torch.manual_seed(0)
 
     def _prepare(self, way: Way) -> None:
-        """Have the model train in this way. GradScaler is for torch.autocast in float16, as torch's own examples have it."""
+        """GradScaler is for torch.autocast in float16, as torch's own examples have it."""
         kind, is_autocast = self.device.type, way.level == AUTOCAST
         self._scaler = torch.amp.GradScaler(kind, enabled=is_autocast and way.dtype == "float16")
         self._region = functools.partial(torch.autocast, kind, getattr(torch, way.dtype)) if is_autocast else None
@@ -141,7 +141,7 @@ class Trainer:
 
 
 class _Peak:
-    """Inside, ``bytes`` is found, the most that new tensors on ``device`` take at once; None where torch does not count them."""
+    """Finds ``bytes``, the most that new tensors on ``device`` take at once; None where torch does not count them."""
 
     bytes: int | None = None
     device = torch.device("cpu")

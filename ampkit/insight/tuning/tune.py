@@ -49,16 +49,14 @@ def tune(
     factory's optimizer. Where that is ``torch.optim.SGD``, ``Adam`` or ``AdamW``, ampkit's fused one and its moments in 8 bits are
     added. On a CPU ``float16`` is left out unless it is True; False leaves it out everywhere. A way that fails says why in its row.
 
-    The run takes about ``seconds``, more where the few steps that a figure needs take longer. ``steps`` is how many are compared by
-    their losses; by default as many as there is time for, 12 to 60.
+    The run takes about ``seconds``. ``steps`` are compared by their losses; by default as many as there is time for, 12 to 60.
 
     Every way trains in a process of its own, which imports the factory: it must be a function at the top level of a file or module,
     or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
-    ``if __name__ == "__main__":``. Random numbers are seeded before the factory is called, and before training.
+    ``if __name__ == "__main__":``.
 
-    Raises TypeError for what is no factory, ValueError for a name of none, for one that cannot be imported, for other levels, and
-    for ``seconds`` or ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory
-    fails, or float32.
+    Raises TypeError for what is no factory, ValueError for one that cannot be imported and for settings that make no sense,
+    FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or float32.
     """
     if os.environ.get(_IS_CHILD):
         raise RuntimeError(

@@ -53,7 +53,7 @@ class Way:
 
 
 def ways_of(levels: Iterable[str], dtypes: Sequence[str], optimizers: Sequence[str]) -> list[Way]:
-    """float32, torch.autocast in each precision, and each level in those that it takes with each optimizer."""
+    """float32, torch.autocast, and each level in the precisions that it takes."""
     ways = [Way(FLOAT32), *(Way(AUTOCAST, dtype) for dtype in dtypes)]
     for level in levels:
         own = [dtype for dtype in dtypes if level in _DTYPE_SETTINGS or dtype == "bfloat16"]
@@ -86,7 +86,7 @@ def fused(optimizer: Any, **besides: Any) -> Any:
 
 
 def fused_in_words(optimizer: Any, model: torch.nn.Module) -> str:
-    """How a script makes it, with the settings that are not its defaults; over the groups that it has where they say more."""
+    """How a script makes it, with settings other than its defaults."""
     kind, names, own = _FUSED[type(optimizer)]
     defaults = inspect.signature(kind).parameters
     groups = optimizer.param_groups
