@@ -212,19 +212,17 @@ class Casting:
 
         ``narrow_in`` is the precision of its calls where they have narrow results. A trace does without the cache.
         """
-        region = self._unless_a_region_decides(narrow_in)
-        return region if _compiling() else self.caches.call(region)
-
-    def _unless_a_region_decides(self, narrow_in: torch.dtype | None) -> AbstractContextManager[Any]:
         if self._out_of_date and not _compiling():
             self._bring_up_to_date()
         state = self.state
+        region: AbstractContextManager[Any] = nullcontext()
         if state.installed and state.is_on():  # for calls of every model, or for those of the one around this
             fits = state.is_narrow() and (state.other_precision() or self.lower_precision) is narrow_in
-            return nullcontext() if narrow_in is None or fits else state.region(True, narrow_in, narrow=True)
-        if not state.installed or number_of_regions() > 0:
-            return nullcontext()
-        return state.region(True, narrow_in, narrow=narrow_in is not None)
+            if narrow_in is not None and not fits:
+                region = state.region(True, narrow_in, narrow=True)
+        elif state.installed and number_of_regions() == 0:
+            region = state.region(True, narrow_in, narrow=narrow_in is not None)
+        return region if _compiling() else self.caches.call(region)
 
     def end_scope_of_process(self) -> None:
         """Cast in the forward of models only, from now on."""
