@@ -64,16 +64,15 @@ struct Raw {
 
 template <int kDepth>
 struct Chunk {
-  void* data[kDepth];
+  void* const* data;  // of the lists: in shared memory, and read there at each access, for a pointer takes two registers
   DType dtype[kDepth];
   int size;
   int64_t offset, numel;  // where it begins in its tensor, and that tensor's elements
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
-  uint32_t aligned;  // bit k: list k begins at a multiple of 16 bytes
 
   // Whether a thread takes its elements of this list in whole accesses of 16 bytes.
-  __device__ bool is_whole(int list, int i) const { return (aligned >> list & 1) != 0 && i + kWidth <= size; }
+  __device__ bool is_whole(int list, int i) const { return reinterpret_cast<uintptr_t>(data[list]) % 16 == 0 && i + kWidth <= size; }
 
   // Elements i to i + kWidth; zeros beyond the end.
   __device__ Raw fetch(int list, int i) const {
@@ -234,19 +233,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
   const int slot = slot_of(table.first_block_of, table.tensors, block);
   const int64_t offset = static_cast<int64_t>(block - table.first_block_of[slot]) * kChunkSize;
   const int64_t left = table.numel[slot] - offset;
+  __shared__ void* data[kDepth];
+  if (threadIdx.x < kDepth) {
+    const int64_t width = bytes_per_element(table.dtype[threadIdx.x][slot]);
+    data[threadIdx.x] = static_cast<char*>(table.data[threadIdx.x][slot]) + offset * width;
+  }
+  __syncthreads();
   Chunk<kDepth> chunk;
+  chunk.data = data;
   chunk.size = left < kChunkSize ? static_cast<int>(left) : kChunkSize;
   chunk.offset = offset;
   chunk.numel = table.numel[slot];
   chunk.block = table.first_block + blockIdx.x;
   chunk.tensor = table.tensor[slot];
-  chunk.aligned = 0;
 #pragma unroll
-  for (int k = 0; k < kDepth; ++k) {
-    chunk.dtype[k] = table.dtype[k][slot];
-    chunk.data[k] = static_cast<char*>(table.data[k][slot]) + offset * bytes_per_element(chunk.dtype[k]);
-    chunk.aligned |= (reinterpret_cast<uintptr_t>(chunk.data[k]) % 16 == 0 ? 1u : 0u) << k;
-  }
+  for (int k = 0; k < kDepth; ++k) chunk.dtype[k] = table.dtype[k][slot];
   kernel(chunk);
 }
 

@@ -22,6 +22,7 @@ struct StepKernel {
     constexpr int kStates = Functor::kStates, kLower = kStates + 2;
     if (settings.skips()) return;
     Known::tell(chunk);
+    if constexpr (Functor::kSumsSquares) chunk.dtype[2] = chunk.dtype[3] = DType::kFloat;  // step.h refuses others
     // The first elements are on their way while one thread makes the functor for its block: it takes powers in float64, and
     // reads what lies on the device.
     Raw raw[kStates + 2], rests;

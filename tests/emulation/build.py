@@ -27,7 +27,7 @@ REWRITES = [
     ),
     # __shared__ Type name[size];
     (
-        re.compile(r"__shared__ (?P<type>[\w:<>]+) (?P<name>\w+)(?P<size>(?:\[[^\]]*\])*);"),
+        re.compile(r"__shared__ (?P<type>[\w:<>*]+) (?P<name>\w+)(?P<size>(?:\[[^\]]*\])*);"),
         r"auto& \g<name> = ::emulation::shared<\g<type>\g<size>>([] {});",
     ),
     # Arguments of a kernel stay where the launch has put them.

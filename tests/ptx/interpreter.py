@@ -81,35 +81,25 @@ class Shared:
         self.writer = np.full(self.bytes.size, NEVER)
         self.reader = np.full(self.bytes.size, NOBODY)
 
-    def at(self, block: np.ndarray, address: np.ndarray, size: int, place: Place) -> tuple[np.ndarray, np.ndarray]:
-        """Where these accesses begin, and all of their bytes."""
+    def reach(self, kind: str, block, address, size: int, thread, place: Place) -> np.ndarray:
+        """Where these accesses begin, after a look at who has accessed their bytes."""
         if (address & np.uint64(size - 1)).any() or int(address.max()) + size > self.limit:
             raise PtxError(f"a misaligned access of shared memory, or one beyond its {self.limit} bytes: {place}")
         start = block * self.stride + address.astype(np.int64)
-        return start, start[:, None] + np.arange(size)
-
-    def read(self, bytes_: np.ndarray, thread: np.ndarray, place: Place) -> None:
-        writer, self_ = self.writer[bytes_], thread[:, None]
-        if (writer == NEVER).any():
-            raise PtxError(f"shared memory that nobody has written is read: {place}")
-        if ((writer != self_) & (writer != BEFORE)).any():
-            raise PtxError(
-                f"a race: shared memory is read that another thread has written since the last barrier: {place}"
-            )
-        before = self.reader[bytes_]
-        self.reader[bytes_] = self_
-        alone = ((before == NOBODY) | (before == self_)) & (self.reader[bytes_] == self_)
-        self.reader[bytes_[~alone]] = SEVERAL
-
-    def write(self, bytes_: np.ndarray, thread: np.ndarray, place: Place) -> None:
-        self_ = thread[:, None]
+        bytes_, thread = start[:, None] + np.arange(size), thread[:, None]
         writer, reader = self.writer[bytes_], self.reader[bytes_]
-        self.writer[bytes_] = self_
-        own = (writer == self_) | (writer == BEFORE) | (writer == NEVER)
-        if not (own & ((reader == self_) | (reader == NOBODY)) & (self.writer[bytes_] == self_)).all():
+        if kind == READ and (writer == NEVER).any():
+            raise PtxError(f"shared memory that nobody has written is read: {place}")
+        own = (writer == thread) | (writer == BEFORE) | (writer == NEVER)
+        marks, did = (self.reader, "read") if kind == READ else (self.writer, "written")
+        marks[bytes_] = thread
+        alone = ((reader == thread) | (reader == NOBODY)) & (marks[bytes_] == thread)
+        if not own.all() or not (kind == READ or alone.all()):
             raise PtxError(
-                f"a race: shared memory is written that another thread has accessed since the last barrier: {place}"
+                f"a race: shared memory is {did} that another thread has accessed since the last barrier: {place}"
             )
+        self.reader[bytes_[~alone]] = SEVERAL
+        return start
 
     def pass_barrier(self, block: int) -> None:
         own = slice(block * self.stride, (block + 1) * self.stride)
@@ -247,67 +237,50 @@ class Gang:
 
     # Memory
 
-    def record(self, kind: str, lanes, address, size: int, place: Place, values=None) -> np.ndarray:
+    def reach(self, space: str, kind: str, lanes, address, size: int, place: Place, values=None) -> tuple:
+        """The words of a state space, and the bytes at which these accesses begin there."""
         lanes = self.lanes if lanes is None else lanes
-        address = np.broadcast_to(address, lanes.shape)
-        base = self.memory.check(address, size, place)
+        every = np.broadcast_to(address, lanes.shape)
+        if space == "shared":
+            return self.shared.words, self.shared.reach(
+                kind, self.block_of[lanes], every, size, self.in_block[lanes], place
+            )
+        at = address.astype(np.int64)
+        if space == "param":
+            if (at & (size - 1)).any() or (at + size > self.parameters[1].size).any():
+                raise PtxError(f"a misaligned access of the parameters, or one beyond their end: {place}")
+            return self.parameters, at
+        base = self.memory.check(every, size, place)
         passed = self.epoch[self.block_of[lanes]], self.shuffles[lanes]
-        self.log.append(Access(kind, address, size, lanes + self.first_thread, *passed, values, place, base))
-        return address
+        self.log.append(Access(kind, every, size, lanes + self.first_thread, *passed, values, place, base))
+        at, words = at - FIRST_ADDRESS, self.memory.words
+        if kind == READ and any((words[8][(at + k) >> 3] == UNWRITTEN).any() for k in range(0, size, 8)):
+            raise PtxError(f"memory that nobody has written is read: {place}")
+        return words, at
 
-    def load_param(self, lanes, address, dtype: str, count: int, place: Place) -> list:
+    def load(self, space: str, lanes, address, dtype: str, count: int, place: Place) -> list:
         size = np.dtype(dtype).itemsize
-        if (address & np.uint64(size * count - 1)).any() or (
-            address + np.uint64(size * count) > self.parameters[1].size
-        ).any():
-            raise PtxError(f"a misaligned access of the parameters, or one beyond their end: {place}")
-        at = address.astype(np.int64) // size
-        return [self.parameters[size][at + k].view(dtype) for k in range(count)]
-
-    def load_global(self, lanes, address, dtype: str, count: int, place: Place) -> list:
-        size = np.dtype(dtype).itemsize
-        self.record(READ, lanes, address, size * count, place)
-        at = address.astype(np.int64) - FIRST_ADDRESS
-        words = self.memory.words
-        for k in range(-(-size * count // 8)):
-            if (words[8][(at >> 3) + k] == UNWRITTEN).any():
-                raise PtxError(f"memory that nobody has written is read: {place}")
+        words, at = self.reach(space, READ, lanes, address, size * count, place)
         return [words[size][at // size + k].view(dtype) for k in range(count)]
 
-    def store_global(self, lanes, address, dtype: str, values: tuple, place: Place) -> None:
+    def store(self, space: str, lanes, address, dtype: str, values: tuple, place: Place) -> None:
         size = np.dtype(dtype).itemsize
-        lanes = self.lanes if lanes is None else lanes
-        bits = np.stack([np.broadcast_to(one, lanes.shape) for one in values], axis=1).view(f"u{size}")
-        at = self.record(WRITE, lanes, address, size * len(values), place, bits).astype(np.int64) - FIRST_ADDRESS
+        count = self.count if lanes is None else len(lanes)
+        bits = np.stack([np.broadcast_to(one, count) for one in values], axis=1).view(f"u{size}")
+        words, at = self.reach(space, WRITE, lanes, address, size * len(values), place, bits)
+        at = np.broadcast_to(at // size, count)
         for k in range(len(values)):
-            self.memory.words[size][at // size + k] = bits[:, k]
+            words[size][at + k] = bits[:, k]
 
     def atomic_minimum(self, lanes, address, value, place: Place):
-        every = self.record(ATOMIC, lanes, address, 8, place)
-        values = np.broadcast_to(value, every.shape)
+        words, at = self.reach("global", ATOMIC, lanes, address, 8, place)
+        at = np.broadcast_to(at // 8, self.count if lanes is None else len(lanes))
+        values = np.broadcast_to(value, at.shape)
         before = np.empty_like(values)
-        words = self.memory.words[8].view(np.int64)
-        for i, at in enumerate((every.astype(np.int64) - FIRST_ADDRESS) // 8):
-            before[i] = words[at]
-            words[at] = min(words[at], values[i])
+        for i, where in enumerate(at):
+            before[i] = words[8].view(np.int64)[where]
+            words[8].view(np.int64)[where] = min(before[i], values[i])
         return before
-
-    def load_shared(self, lanes, address, dtype: str, count: int, place: Place) -> list:
-        size = np.dtype(dtype).itemsize
-        lanes = self.lanes if lanes is None else lanes
-        start, bytes_ = self.shared.at(self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * count, place)
-        self.shared.read(bytes_, self.in_block[lanes], place)
-        return [self.shared.words[size][start // size + k].view(dtype) for k in range(count)]
-
-    def store_shared(self, lanes, address, dtype: str, values: tuple, place: Place) -> None:
-        size = np.dtype(dtype).itemsize
-        lanes = self.lanes if lanes is None else lanes
-        start, bytes_ = self.shared.at(
-            self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * len(values), place
-        )
-        self.shared.write(bytes_, self.in_block[lanes], place)
-        for k, value in enumerate(values):
-            self.shared.words[size][start // size + k] = value.view(f"u{size}")
 
 
 def launch(entry: Entry, parameters: bytes, grid: int, threads: int, memory: Memory) -> list[Access]:

@@ -48,9 +48,7 @@ REGISTER = re.compile(r"%([a-z]+)(\d+)$")
 WORD = re.compile(r"-?\d+$")
 FLOAT = re.compile(r"0([fd])([0-9A-Fa-f]+)$")
 ADDRESS = re.compile(r"\[(?P<base>[%$\w]+)(?:\+(?P<offset>-?\d+))?\]$")
-VARIABLE = re.compile(
-    r"\.(?:param|shared) \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d+)\])?$|\.(?:param|shared) \.(\w+) ([\w$]+)$"
-)
+VARIABLE = re.compile(r"\.(?:param|shared) (?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d+)\])?$")
 ACCESS = re.compile(r"(ld|st)\.(param|global|shared)(?:\.v([24]))?\.([usbf]\d+)$")
 SHUFFLE = re.compile(r"shfl\.sync\.(up|down|bfly|idx)\.b32$")
 SPECIAL = {"%tid.x": "s.thread", "%ctaid.x": "s.block", "%ntid.x": "s.threads", "%nctaid.x": "s.grid"}
@@ -67,11 +65,11 @@ class Layout:
         found = VARIABLE.match(declaration)
         if found is None:
             raise PtxError(f"an unknown declaration: {declaration}")
-        align, dtype, name, count, plain, plain_name = found.groups()
-        size = DTYPES[dtype or plain].itemsize
+        align, dtype, name, count = found.groups()
+        size = DTYPES[dtype].itemsize
         align = int(align or size)
         start = -(-self.size // align) * align
-        self.offsets[name or plain_name] = start
+        self.offsets[name] = start
         self.size = start + size * int(count or 1)
 
 
@@ -363,8 +361,8 @@ class Writer:
             if space == "param":
                 raise ValueError("parameters are only read")
             texts = "".join(f"{self.read(one, kind)}, " for one in parts)
-            self.lines.append(f"s.store_{space}(I, {at}, '{DTYPES[kind].name}', ({texts}), {self.at(place)})")
+            self.lines.append(f"s.store('{space}', I, {at}, '{DTYPES[kind].name}', ({texts}), {self.at(place)})")
             return
-        self.lines.append(f"given = s.load_{space}(I, {at}, '{DTYPES[kind].name}', {len(parts)}, {self.at(place)})")
+        self.lines.append(f"given = s.load('{space}', I, {at}, '{DTYPES[kind].name}', {len(parts)}, {self.at(place)})")
         for k, one in enumerate(parts):
             self.assign(one, kind, f"given[{k}]")
