@@ -64,21 +64,31 @@ struct Raw {
 
 template <int kDepth>
 struct Chunk {
-  void* const* data;  // of the lists: in shared memory, and read there at each access, for a pointer takes two registers
+  void* const volatile* data;  // in shared memory, and read there at each access, for pointers take registers
   DType dtype[kDepth];
   int size;
   int64_t offset, numel;  // where it begins in its tensor, and that tensor's elements
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
 
+  template <class Element>
+  __device__ Element* data_of(int list) const {
+    void* begin = data[list];
+    __builtin_assume(__isGlobal(begin));  // else each access would look for the space that it points to
+    return static_cast<Element*>(begin);
+  }
+
   // Whether a thread takes its elements of this list in whole accesses of 16 bytes.
-  __device__ bool is_whole(int list, int i) const { return reinterpret_cast<uintptr_t>(data[list]) % 16 == 0 && i + kWidth <= size; }
+  __device__ bool is_whole(int list, int i) const {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(data_of<void>(list));
+    return begin % 16 == 0 && i + kWidth <= size;
+  }
 
   // Elements i to i + kWidth; zeros beyond the end.
   __device__ Raw fetch(int list, int i) const {
     Raw raw;
     if (dtype[list] == DType::kFloat) {
-      const uint32_t* from = static_cast<const uint32_t*>(data[list]) + i;
+      const uint32_t* from = data_of<const uint32_t>(list) + i;
       if (is_whole(list, i)) {
         const uint4 low = reinterpret_cast<const uint4*>(from)[0];
         const uint4 high = reinterpret_cast<const uint4*>(from)[1];
@@ -88,7 +98,7 @@ struct Chunk {
         for (int k = 0; k < kWidth; ++k) raw.words[k] = i + k < size ? from[k] : 0;
       }
     } else {
-      const uint16_t* from = static_cast<const uint16_t*>(data[list]) + i;
+      const uint16_t* from = data_of<const uint16_t>(list) + i;
       if (is_whole(list, i)) {
         const uint4 all = *reinterpret_cast<const uint4*>(from);
         raw = {all.x, all.y, all.z, all.w, 0, 0, 0, 0};
@@ -123,7 +133,7 @@ struct Chunk {
   __device__ void store(int list, int i, const float (&values)[kWidth]) const {
     uint32_t words[kWidth];
     if (dtype[list] == DType::kFloat) {
-      uint32_t* to = static_cast<uint32_t*>(data[list]) + i;
+      uint32_t* to = data_of<uint32_t>(list) + i;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) words[k] = __float_as_uint(values[k]);
       if (is_whole(list, i)) {
@@ -176,7 +186,7 @@ struct Chunk {
   static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
 
   __device__ void store_half_words(int list, int i, const uint32_t (&words)[kWidth]) const {
-    uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
+    uint16_t* to = data_of<uint16_t>(list) + i;
     if (is_whole(list, i)) {
       *reinterpret_cast<uint4*>(to) = make_uint4(words[0] | words[1] << 16, words[2] | words[3] << 16,
                                                  words[4] | words[5] << 16, words[6] | words[7] << 16);

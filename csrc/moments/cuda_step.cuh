@@ -26,7 +26,7 @@ struct PackedMoment {
 
   template <int kDepth>
   __device__ PackedMoment(const Chunk<kDepth>& chunk, int list)
-      : codes(static_cast<uint8_t*>(chunk.data[list])),
+      : codes(chunk.template data_of<uint8_t>(list)),
         highest(reinterpret_cast<uint32_t*>(codes - chunk.offset + code_bytes(chunk.numel)) + chunk.offset / kMomentBlock) {}
 
   __device__ void load(int i, int size, float (&values)[kWidth]) const {

@@ -287,7 +287,8 @@ $meet:
     assert out.tolist() == [3 * (i ^ 1) * ((i ^ 1) % 2) for i in range(32)]
 
 
-def test_a_barrier_shows_what_other_threads_wrote_and_its_or():
+@pytest.mark.parametrize("load", ["ld.shared", "ld.volatile.shared"])
+def test_a_barrier_shows_what_other_threads_wrote_and_its_or(load):
     shared = ".shared .align 4 .b8 held[256];"
     body = f"""{LANE}
         mov.u64 %rd5, held;
@@ -301,7 +302,7 @@ def test_a_barrier_shows_what_other_threads_wrote_and_its_or():
         mul.wide.u32 %rd6, %r7, 4;
         mov.u64 %rd5, held;
         add.s64 %rd5, %rd5, %rd6;
-        ld.shared.u32 %r8, [%rd5];
+        {load}.u32 %r8, [%rd5];
         selp.b32 %r8, %r8, 0, %p2;
         st.global.u32 [%rd9], %r8;"""
     out = np.zeros(64, np.uint32)

@@ -49,7 +49,7 @@ WORD = re.compile(r"-?\d+$")
 FLOAT = re.compile(r"0([fd])([0-9A-Fa-f]+)$")
 ADDRESS = re.compile(r"\[(?P<base>[%$\w]+)(?:\+(?P<offset>-?\d+))?\]$")
 VARIABLE = re.compile(r"\.(?:param|shared) (?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d+)\])?$")
-ACCESS = re.compile(r"(ld|st)\.(param|global|shared)(?:\.v([24]))?\.([usbf]\d+)$")
+ACCESS = re.compile(r"(ld|st)(?:\.volatile(?=\.shared))?\.(param|global|shared)(?:\.v([24]))?\.([usbf]\d+)$")
 SHUFFLE = re.compile(r"shfl\.sync\.(up|down|bfly|idx)\.b32$")
 SPECIAL = {"%tid.x": "s.thread", "%ctaid.x": "s.block", "%ntid.x": "s.threads", "%nctaid.x": "s.grid"}
 

@@ -30,6 +30,7 @@ struct EmulatedIndex {
 extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 
 #define EMULATED_SITE ::emulation::Site{__FILE__, __LINE__}
+#define __builtin_assume(condition) ((void)0)
 #define __syncthreads() ((void)::emulation::meet_block(::emulation::Combine::kNothing, false, EMULATED_SITE))
 #define __syncthreads_or(predicate) ::emulation::meet_block(::emulation::Combine::kOr, (predicate) != 0, EMULATED_SITE)
 #define __syncthreads_and(predicate) ::emulation::meet_block(::emulation::Combine::kAnd, (predicate) != 0, EMULATED_SITE)
