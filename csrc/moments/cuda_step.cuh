@@ -89,12 +89,13 @@ struct RoundedStepKernel {
     if (settings.skips()) return;
     Known::tell(chunk);
     __shared__ Functor shared;
+    __shared__ Philox philox;
+    if (threadIdx.x == 0 && rounding.draws()) philox = rounding.numbers_of(chunk.tensor);
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
-    const Functor& functor = shared;  // read again for each element: too many numbers to be held
+    const Functor& functor = shared;  // read again for each element, as the pointers are: too many numbers to be held
     const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);
     const bool splits = is_rest(chunk.dtype[kLower]);
-    const Philox philox = rounding.draws() ? rounding.numbers_of(chunk.tensor) : Philox{0, 0, 0, 0};
     // What a warp takes is in the tensor as a whole, or its first part is.
     for (int begin = static_cast<int>(threadIdx.x) / 32 * kMomentBlock; begin < chunk.size; begin += kStride) {
       const int i = begin + static_cast<int>(threadIdx.x) % 32 * kWidth;
