@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +49,7 @@ def note_weights() -> None:
 def _patch(patches: PatchSet) -> None:
     average = swa_utils.AveragedModel
     patches.set(average, "update_parameters", _averaging(average.update_parameters))
+    patches.set(torch, "_foreach_lerp_", _towards_float32_values(torch._foreach_lerp_))
     patches.set(ParametrizationList, "__init__", _parametrizing(ParametrizationList.__init__))
     if not torch.distributed.is_available():
         return
@@ -139,6 +140,19 @@ def _averaging(original: Any) -> Any:
     return update_parameters
 
 
+def _towards_float32_values(original: Any) -> Any:
+    @functools.wraps(original)
+    def foreach_lerp_(averages: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            values = [
+                stored.get(end) if average.dtype is torch.float32 else None for average, end in zip(averages, ends)
+            ]
+            ends = [end if entry is None else entry.current(end) for entry, end in zip(values, ends)]
+        return original(averages, ends, *args, **kwargs)
+
+    return foreach_lerp_
+
+
 def _exporting(original: Any) -> Any:
     @functools.wraps(original)
     def export(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,9 +160,8 @@ def _exporting(original: Any) -> Any:
         for model in initialized:
             watchers[model].before_forward(model)
         program = original(mod, *args, **kwargs)
-        if any(
-            True for model in initialized for _ in lower_entries(model)
-        ):  # `close` makes those of the model float32, in place
+        # `close` makes the parameters of the model float32, in place.
+        if any(True for model in initialized for _ in lower_entries(model)):
             copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
             program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
         return program

@@ -531,6 +531,30 @@ def test_averaged_models_defaults_average_the_float32_values(settings):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "dtype, exact", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)], ids=str
+)
+def test_an_average_kept_by_hand_takes_float32_values(dtype, exact):
+    """Of float32 averages; float64 ones are refused by torch, as in float32, and bfloat16 ones are rounded, as in bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+    averages = [param.detach().to(dtype, copy=True) for param in (model[0].weight,)]
+    before = averages[0].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ampkit.initialize(
+        model, optimizer, opt_level="O2", cast_model_type=torch.bfloat16, loss_scale=1.0, verbosity=0
+    )
+    value = next(ampkit.master_params(optimizer)).detach().double()
+    if dtype is torch.float64:
+        with pytest.raises(RuntimeError, match="dtype"):
+            get_ema_multi_avg_fn(0.75)(averages, [model[0].weight], 1)
+    else:
+        get_ema_multi_avg_fn(0.75)(averages, [model[0].weight], 1)
+        error = (averages[0].double() - (0.75 * before + 0.25 * value)).abs().max()
+        assert error < 1e-7 if exact else error < 2.0**-8
+    assert model[0].weight.dtype is torch.bfloat16
+
+
 def _negate(model):
     for p in model.parameters():
         p.neg_()
