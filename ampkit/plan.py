@@ -322,7 +322,7 @@ _AT_LEVELS = {
         _AtLevels(
             "O1 O4 O5",
             (None, torch.float32),
-            f"Weights stay float32 there; to cast the model choose O2 or O3. {_AS_BEFORE}",
+            f"Leave it out: weights stay float32 there. To cast the model choose O2 or O3. {_AS_BEFORE}",
         ),
         _AtLevels("O0", (torch.float32,), _EITHER),
         _AtLevels("O2 O3", (*LOWER_PRECISION, torch.float32), _EITHER),

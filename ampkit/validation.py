@@ -189,7 +189,8 @@ def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], p
     """
     known = [param for model in model_list for param in model.parameters()]
     updated = [param for optimizer in optimizer_list for param in params_of(optimizer)]
-    is_right = not updated or not set(known).isdisjoint(updated) or not any(param.requires_grad for param in known)
+    trainable = {param for param in known if param.requires_grad}
+    is_right = not updated or not trainable or not trainable.isdisjoint(updated)
     if is_right or not all(isinstance(param, nn.Parameter) for param in updated):
         return
     is_copy = sorted(param.shape for param in updated) == sorted(param.shape for param in known)

@@ -365,13 +365,17 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
+    standing = list(seen.standstill.reasons(models))
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
-        *(("not trained", reason) for reason in seen.standstill.reasons(models)),
+        *(("not trained", reason) for reason in standing),
         ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
-        *(("mistake", mistake) for mistake in mistakes or ["none seen"]),
+        *(
+            ("mistake", mistake)
+            for mistake in mistakes or ["none seen" + " besides what is not trained" * bool(standing)]
+        ),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
 

@@ -186,11 +186,13 @@ class ScriptFinder(Finder):
         if hint and culprit.dtype is torch.float32:
             hint = f"it happens in float32: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
-            hint = f"bfloat16 (O4 or O5), float32 for the function, or {hint}"
+            hint = f"bfloat16 (O4 or O5 without cast_model_type=), float32 for the function, or {hint}"
         cures = (Cure(f"not tried: {hint}"),) if hint else ()
-        note = f"next      {_AGAIN}" if self._path is None else _SAVED.format(path=self._path)
+        is_of_model = culprit.dtype is torch.float32 and bool(hint)  # other precisions would cure nothing
+        note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
         if self._in_a_row == self._after:
-            note = f"stopped   after {self._after} such backward passes in a row (--after {self._after})\n{note}"
+            stopped = f"stopped   after {self._after} such backward passes in a row (--after {self._after})"
+            note = "\n".join(filter(None, (stopped, note)))
         return Diagnosis(self.operations, self._scale, culprit, cures, iteration=self.iteration, note=note)
 
     def _stop(self, culprit: Culprit) -> None:

@@ -192,7 +192,7 @@ def _rows(bad: torch.Tensor, batch: int) -> str:
     rows = (~values.isfinite()).reshape(batch, -1).any(1).nonzero().flatten().tolist()
     if len(rows) in (0, batch):
         return ""
-    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of {batch}, counted from 0"
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of {batch} (the first is 0)"
 
 
 def _is_read(call: Call) -> bool:

@@ -111,6 +111,11 @@ class Standstill:
             always = [param for param, count in counts.items() if count == self._steps[param]]
             if why == "no gradient":
                 always = [param for param in always if not self._has_moved(param)]
+                strangers = [param for param in always if param not in names]
+                yield from _with_names(
+                    "no model has it, only the optimizer: was a layer replaced since?", strangers, names
+                )
+                always = [param for param in always if param in names]
                 why = "no gradient reaches them: the loss does not use them"
                 if self.cuts:
                     why += f", or a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"

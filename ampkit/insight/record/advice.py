@@ -92,7 +92,9 @@ def _float64(record: Rows) -> Iterator[Advice]:
         share = sum(map(record.share_of_time, rows))
         if max(share, sum(map(record.share_of_flops, rows))) >= _LEAST:
             first = next((row for row in rows if row.phase == FORWARD), rows[0])
-            change = "x.float() before it: numpy's arrays are float64, and a tensor in float64 makes float64 of what meets it"
+            change = (
+                "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
+            )
             yield Advice(share, site, f"{first.function} computes in float64 ({share:.0%} of the time)", change)
 
 
