@@ -317,6 +317,10 @@ def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Pla
                 f"{name} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
                 "model its weights first: model.to_empty(device=...), then load_state_dict()."
             )
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise ConfigurationError(
+                f"{name} is not initialized yet (a lazy module). Run one forward pass before initialize()."
+            )
         if tensor.dtype not in LOWER_PRECISION or tensor in recast:
             continue
         if plan.lower_precision_weights == "refuse":

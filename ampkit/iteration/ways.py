@@ -130,6 +130,8 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
         return "one_pass_step=False"
     if not traits.has_own_step:
         return "its step() is not torch's own"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return "a torch.amp.GradScaler unscales in it"
     for group in optimizer.param_groups:
         for setting in _OTHER_ARITHMETIC:
             if group.get(setting):

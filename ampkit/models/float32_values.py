@@ -37,8 +37,14 @@ class Loans:
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, Loan] = {}
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which save their weights in float32
         # Parameters that were lent, and their weights.
         self._held: dict[Float32Value, tuple[Tensor, weakref.ref[Tensor]]] = {}
+
+    def forget(self) -> None:
+        """Hold nothing any more: the session is over."""
+        self._of.clear()
+        self._held.clear()
 
     def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
         """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
@@ -207,9 +213,16 @@ class Float32Value:
 
     def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
         """Take over elements of ``value``; a ``lower`` that has another shape by now stays as it is."""
-        if lower.shape == which.shape:
-            which, value = which.to(lower.device), value.to(lower.device)
-            self._write(lower, torch.where(which, value, joined(lower, self.rest)))
+        if lower.shape != which.shape:
+            return
+        which, value = which.to(lower.device), value.to(lower.device)
+        if self.rest is None:
+            lower.copy_(torch.where(which, value.to(lower.dtype), lower))
+            return
+        self.move_rest_beside(lower)
+        weights, rests = kernels.parted(value, lower.dtype)
+        lower.copy_(torch.where(which, weights, lower))  # the rest of any other element stays, beside 0 and inf too
+        self.rest.copy_(torch.where(which, rests, self.rest))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()

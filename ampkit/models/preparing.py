@@ -5,7 +5,8 @@ Each step has its undo. Weights are cast in place: a parameter stays the same ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +45,10 @@ def prepare_models(
     keeps_norms = bool(plan.keep_batchnorm_fp32)
     kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
 
-    def restore(model: nn.Module) -> None:
-        restore_weights(model, loans, originals)
-
     for model in models:
         undo.if_alive(forward.uninstall, model)
-        if plan.stores_weights:
-            undo.if_alive(restore, model)
+    if plan.stores_weights:
+        undo.callback(restore_weights, [weakref.ref(model) for model in models], loans, originals)
     for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
             _cast_weights(model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, originals)
@@ -122,10 +120,15 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((original.isfinite() & (original.abs() > torch.finfo(dtype).max)).any())
 
 
-def restore_weights(model: nn.Module, loans: Loans, originals: Originals) -> None:
-    """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
+def restore_weights(references: Iterable[weakref.ref[nn.Module]], loans: Loans, originals: Originals) -> None:
+    """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours.
+
+    Of models that are gone, and of layers that a script has taken out, what is still there.
+    """
     ours = [(param, entry) for param, entry in stored.items() if entry is not None and entry.loans is loans]
-    entries = dict([*lower_entries(model), *ours])  # also of layers that a script has taken out
+    models = [model for ref in references if (model := ref()) is not None]
+    parts = dict.fromkeys([*loans.modules, *(part for model in models for part in model.modules())])
+    entries = dict([*(pair for model in models for pair in lower_entries(model)), *ours])
 
     def restore(param: torch.Tensor, entry: Float32Value) -> None:
         value = entry.current(param) if param.dtype is entry.dtype else param.detach().float()
@@ -144,7 +147,7 @@ def restore_weights(model: nn.Module, loans: Loans, originals: Originals) -> Non
             module.flatten_parameters()
 
     restored = ((restore, *pair) for pair in entries.items())
-    run_all([(loans.end, None, False), *restored, *((forget, part) for part in model.modules())])
+    run_all([(loans.end, None, False), *restored, *((forget, part) for part in parts), (loans.forget,)])
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:

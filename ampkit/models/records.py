@@ -41,6 +41,7 @@ def parameters_now(model: nn.Module) -> list[LeftAs]:
 def go_by_values(module: nn.Module, loans: Loans) -> None:
     """Have what is saved of the module, loaded into it and copied be float32."""
     module.__dict__[LOANS_KEY] = loans
+    loans.modules.add(module)
     module.register_state_dict_post_hook(_save_float32_values)
     module.register_load_state_dict_pre_hook(_take_float32_values)
     hand_out_plain_copies(module)

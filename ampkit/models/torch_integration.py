@@ -142,13 +142,13 @@ def _averaging(original: Any) -> Any:
 
 def _towards_float32_values(original: Any) -> Any:
     @functools.wraps(original)
-    def foreach_lerp_(averages: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            values = [
-                stored.get(end) if average.dtype is torch.float32 else None for average, end in zip(averages, ends)
-            ]
-            ends = [end if entry is None else entry.current(end) for entry, end in zip(values, ends)]
-        return original(averages, ends, *args, **kwargs)
+    def foreach_lerp_(self: Sequence[torch.Tensor], tensors1: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and len(self) == len(tensors1):
+            pairs = zip(
+                tensors1, (stored.get(end) if one.dtype is torch.float32 else None for one, end in zip(self, tensors1))
+            )
+            tensors1 = [end if entry is None else entry.current(end) for end, entry in pairs]
+        return original(self, tensors1, *args, **kwargs)
 
     return foreach_lerp_
 

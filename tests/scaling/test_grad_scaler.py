@@ -91,3 +91,38 @@ def test_the_state_of_ampkit_given_as_a_grad_scalers_is_told_by_its_keys():
 def test_without_a_session_there_is_no_loss_scale():
     with pytest.raises(ampkit.NotInitializedError):
         ampkit.to_grad_scaler()
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    ),
+    ids=("SGD fused", "Adam fused", "AdamW fused", "SGD"),
+)
+def test_torchs_grad_scaler_left_in_the_script_unscales_for_every_optimizer(make, level):
+    """It hands its scale to fused optimizers, which torch has unscale in the step."""
+
+    def weights(level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        optimizer = make(model.parameters())
+        if level is not None:
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        scaler = grad_scaler(init_scale=1024.0)
+        for x in torch.randn(10, 16, 8, generator=torch.Generator().manual_seed(1)):
+            optimizer.zero_grad()
+            scaler.scale((model(x).float() - x.sum(1, keepdim=True)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([value.double().flatten() for value in model.state_dict().values()])
+
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    exact, found = weights(None), weights(level)
+    moved = (exact - torch.cat([param.detach().double().flatten() for param in start.parameters()])).norm()
+    assert (found - exact).norm() < 0.02 * moved

@@ -6,6 +6,7 @@ import sys
 import threading
 import tracemalloc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -658,3 +659,56 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
     ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.NotInitializedError, match="not passed to initialize"):
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
+
+
+# What outlives its model
+
+
+@pytest.mark.parametrize("reads", (0, 1, 3), ids="{} reads of master_params".format)
+def test_a_model_that_is_gone_leaves_no_memory(reads):
+    """Float32 parameters that were lent and dropped keep nothing alive, without a forward or a step after them."""
+    gone = []
+    for _ in range(3):
+        model, optimizer = make_pair()
+        ampkit.initialize(model, optimizer, verbosity=0, **at(STORED_BF16))
+        shrink_output(model, optimizer, times=2)
+        for _ in range(reads):
+            sum(param.norm() for param in ampkit.master_params(optimizer))
+        gone.append(weakref.ref(model[0].weight))
+        del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def taken_out(model):
+    layer, model[0] = model[0], nn.Identity()
+    return layer
+
+
+def outlives(model):
+    return model[0]
+
+
+@pytest.mark.parametrize("take", (taken_out, outlives))
+@pytest.mark.parametrize("after", ("O1", "O2", "O5"))
+def test_a_layer_that_outlives_its_model_is_float32_with_its_values(take, after):
+    model, optimizer = make_pair()
+    values = model[0].weight.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    ampkit.initialize(model, optimizer, verbosity=0, **at(STORED_BF16))
+    shrink_output(model, optimizer)
+    layer = take(model)
+    if take is taken_out:
+        ampkit.close()
+    del model, optimizer
+    gc.collect()
+    assert layer.weight.dtype is torch.float32 and torch.equal(layer.weight, values)
+    assert not [name for name in vars(layer) if "ampkit" in name or name == "__deepcopy__"]
+    again = nn.Sequential(layer, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.0)
+    ampkit.initialize(again, optimizer, verbosity=0, **at(STORED_BF16 if after == "O2" else after))
+    assert layer.weight.dtype is (torch.bfloat16 if after == "O2" else torch.float32)
+    shrink_output(again, optimizer)
+    assert torch.equal(again.state_dict()["0.weight"], values)
+    ampkit.close()
+    assert torch.equal(layer.weight, values)
