@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 import torch
 
-from .patching import PatchSet, SharedPatches
-
 logger = logging.getLogger("ampkit")
 
 
@@ -64,15 +62,29 @@ def is_of_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
     return record.levelno >= handler.level and stream is not None and any(stream is one for one in terminal)
 
 
-def _attach(patches: PatchSet) -> None:
-    if not logger.handlers:
-        handler = _RankZeroStdout()
-        logger.addHandler(handler)
-        patches.callback(logger.removeHandler, handler)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-            patches.callback(logger.setLevel, logging.NOTSET)
+class StdoutLines:
+    """Our handler on the logger, counted: attached by the first session that wants it, removed after the last."""
+
+    def __init__(self) -> None:
+        self._handler: _RankZeroStdout | None = None
+        self._level = logging.NOTSET
+        self._users = 0
+
+    def attach(self) -> None:
+        self._users += 1
+        if self._handler is None and not logger.handlers:
+            self._handler = _RankZeroStdout()
+            self._level = logger.level
+            logger.addHandler(self._handler)
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
+
+    def detach(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._handler is not None:
+            logger.removeHandler(self._handler)
+            logger.setLevel(self._level)
+            self._handler = None
 
 
-#: Our handler on the logger, from the first session that wants it to the last.
-stdout_lines = SharedPatches(_attach)
+stdout_lines = StdoutLines()

@@ -152,8 +152,8 @@ class Session:
         plan, undo = self.plan, self._undo
         undo.callback(self._forget_traces)
         if plan.verbosity >= 1:
-            stdout_lines.acquire()
-            undo.callback(stdout_lines.release)
+            stdout_lines.attach()
+            undo.callback(stdout_lines.detach)
             self._log_banner()
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))

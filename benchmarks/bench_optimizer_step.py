@@ -27,7 +27,7 @@ from memory import keep_freed_memory
 from torch import nn
 
 import ampkit
-from ampkit.models.records import lower_entries
+from ampkit.models.float32_values import lower_entries
 from ampkit.optimizers import FusedAdam
 
 SETTINGS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -45,8 +45,8 @@ ptxas's, for an A100 and an H100.
 {table}
 
 - Needed is each input once and each output once. A ratio above 1.05 fails `make test-ptx`.
-- A sector is 32 bytes of memory, and full where one request of a warp takes all of it: a thread takes its eight float32 elements in
-  two requests of 16 bytes, so that each request takes half of every sector (0%), and the halves meet in the cache.
+- A sector is 32 bytes of memory, and full where one request of a warp takes all of it. A thread takes its eight float32 elements in
+  two requests of 16 bytes. So each request takes half of every sector (0%), and the halves meet in the cache.
 - Spills are bytes that a thread stores and loads: none in any of the 81 entries, for either card. Occupancy follows from registers
   and shared memory. A block has 512 threads, and a multiprocessor room for four: 50% are two blocks at a time.
 """

@@ -241,7 +241,7 @@ class OptimizerWrapper:
             if found is not None and not found.is_clean:
                 if way.skips_on_device and (self.traits.takes_inputs or not found.flag.is_cpu):
                     flag = found.flag
-                elif findings.skipped:
+                elif way.skips_on_device or findings.skipped:
                     findings.report()
                     return self.skip()
         except BaseException:  # a script that saves its model now saves statistics without this batch

@@ -530,7 +530,6 @@ def test_averaged_models_defaults_average_the_float32_values(settings):
     assert AveragedModel.update_parameters is not plain
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "dtype, exact", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)], ids=str
 )
@@ -555,6 +554,7 @@ def test_an_average_kept_by_hand_takes_float32_values(dtype, exact):
     assert model[0].weight.dtype is torch.bfloat16
 
 
+@torch.no_grad()
 def _negate(model):
     for p in model.parameters():
         p.neg_()

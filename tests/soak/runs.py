@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.models.records import lower_entries
+from ampkit.models.float32_values import lower_entries
 from ampkit.optimizers import FusedAdam, FusedSGD
 from ampkit.registry import session_of
 
