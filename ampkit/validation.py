@@ -183,7 +183,7 @@ def _refuse_weights(
 
 
 def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse optimizers that, taken together, update a copy of the models, and warn of those that update none of their parameters.
+    """Refuse optimizers that, taken together, update a copy of the models, and warn of those that train none of their parameters.
 
     Scripts of Apex's are warned of both. A tensor that is no Parameter, such as a picture, may be trained through a model.
     """
@@ -195,7 +195,7 @@ def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], p
         return
     is_copy = sorted(param.shape for param in updated) == sorted(param.shape for param in known)
     found = (
-        "The optimizer given to initialize() updates none of the parameters of the model, which will not learn"
+        "The optimizer given to initialize() updates none of the trainable parameters of the model, which will not learn"
         f"{', but those of another one with the same shapes' if is_copy else ''}. Build it over this very model, after its last "
         "change: torch.optim.Adam(model.parameters())."
     )

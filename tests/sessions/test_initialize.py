@@ -496,10 +496,21 @@ def test_scale_loss_without_with_says_how_it_is_written():
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("late, told", [(True, 1), (False, 0)], ids=("head replaced after", "head replaced before"))
+def test_an_optimizer_that_holds_the_frozen_part_of_a_model_alone_is_warned_of(late, told, caplog):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 100))
+    model[0].requires_grad_(False)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(8, 3)
+    optimizer = made if late else torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert caplog.text.count("updates none of the trainable parameters") == told
+
+
 def test_an_optimizer_of_another_model_is_warned_of(caplog):
     model, other = nn.Linear(2, 2), nn.Linear(2, 3)
     ampkit.initialize(model, torch.optim.SGD(other.parameters(), lr=0.1), opt_level="O2", verbosity=0)
-    assert caplog.text.count("updates none of the parameters of the model, which will not learn") == 1
+    assert caplog.text.count("updates none of the trainable parameters of the model, which will not learn") == 1
     caplog.clear()
     image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
     ampkit.initialize(model.requires_grad_(False), torch.optim.SGD([image], lr=0.1), opt_level="O2", verbosity=0)
