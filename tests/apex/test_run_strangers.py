@@ -225,12 +225,12 @@ def test_a_script_tells_its_models_by_their_classes(level, tmp_path):
 
 LOWERED = {
     "amp": (
-        "from apex import amp; found = amp.initialize(MODEL, opt_level='O2', verbosity=0).weight.detach()",
+        "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight",
         None,
         torch.bfloat16,
     ),
     "amp as chosen": (
-        "from apex import amp; found = amp.initialize(MODEL, opt_level='O2', verbosity=0).weight.detach()",
+        "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight",
         "float16",
         torch.float16,
     ),
