@@ -410,7 +410,7 @@ def _tell_of_missing_libraries() -> None:
     ]
     if missing:
         logger.info(
-            "The %s are missing: every feature works, slower. '%s' builds them; 'python -m ampkit info' says more.",
+            "The %s are missing: every feature works, slower. '%s' builds them; 'ampkit info' says more.",
             " and ".join(missing),
             BUILD,
         )

@@ -146,7 +146,7 @@ def _tell_of_unused_amp(run: Run) -> None:
     print(
         "ampkit: this script has imported apex.amp and never called amp.initialize: nothing was cast, it ran in its own precision. "
         "It may do so only with an option of its own, or on a GPU"
-        + ("." if run.device == "cpu" else ", as which python -m ampkit run --device cpu makes the CPU look."),
+        + ("." if run.device == "cpu" else ", as which ampkit run --device cpu makes the CPU look."),
         file=sys.stderr,
     )
 

@@ -39,8 +39,8 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     if not silent and is_rank_zero():
         print(
             "ampkit: --device cpu: CUDA calls of this script run on the CPU. The lower precision of amp is "
-            f"{precision} there; what the script makes float16 itself, by .half(), stays float16. This "
-            "checks that it works; it says nothing about speed on a GPU.",
+            f"{precision} there: {LOWER_PRECISION_VARIABLE}=float16 or bfloat16 in the environment chooses. What the script makes "
+            "float16 itself, by .half(), stays float16. This checks that it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
     with warnings.catch_warnings():

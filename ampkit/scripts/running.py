@@ -38,14 +38,14 @@ LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """torch's own variable: ``torch.load`` unpickles anything where it was not told ``weights_only``."""
 
 PICKLES_REFUSED = (
-    "ampkit: python -m ampkit run --allow-pickle ... loads such files as torch did before 2.6, without an edit of the script. A "
+    "ampkit: ampkit run --allow-pickle ... loads such files as torch did before 2.6, without an edit of the script. A "
     "file may run code of its own when it is loaded: only for files that you trust."
 )
 
 NO_CUDA = ("Found no NVIDIA driver", "Torch not compiled with CUDA")
 """How the errors begin that torch raises where a script says ``.cuda()`` on a machine without a GPU."""
 
-RUNS_ON_THE_CPU = "ampkit: python -m ampkit run --device cpu ... runs the script's CUDA calls on the CPU."
+RUNS_ON_THE_CPU = "ampkit: ampkit run --device cpu ... runs the script's CUDA calls on the CPU."
 
 _until_exit = ExitStack()
 """In a spawned process: what holds as long as the process lives."""
@@ -107,9 +107,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         arguments.around,
     )
     if not run.is_module and not os.path.exists(run.target):
-        print(
-            f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr
-        )
+        print(f"ampkit run: there is no {run.target!r} here. For a module: ampkit run -m NAME.", file=sys.stderr)
         return 2
     execute_as_main(run, arguments.arguments, arguments.command)
     return 0

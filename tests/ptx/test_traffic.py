@@ -23,7 +23,8 @@ def test_a_kernel_moves_the_bytes_that_it_needs(name):
     page = row_of_page(name)
     told = [float(number) for number in page[2].split(" + ")]
     moved = [one.bytes / traffic.ELEMENTS for one in (found.read, found.written)]
-    assert moved == pytest.approx(told, abs=0.002), "run python -m ptx.traffic"  # where memory begins moves the last digit
+    # Where memory begins may move the last digit.
+    assert moved == pytest.approx(told, abs=0.002), "run python -m ptx.traffic"
     assert page[1] == f"{reads} + {writes}", "run python -m ptx.traffic"
     assert page[4:6] == [traffic.of_sectors(one) for one in (found.read, found.written)], "run python -m ptx.traffic"
 
