@@ -284,7 +284,9 @@ def test_an_evaluation_in_a_block_is_not_told_of(caplog):
 
 def test_an_optimizer_over_a_copy_of_the_model_is_refused():
     model, other = net(), net()
-    with pytest.raises(ampkit.ConfigurationError, match=r"none of the trainable parameters of the model.* with the same shapes"):
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"none of the trainable parameters of the model.* with the same shapes"
+    ):
         ampkit.initialize(model, sgd(other.parameters()), verbosity=0)
     ampkit.initialize(
         model, [sgd(model.parameters()), sgd(other.parameters())], verbosity=0
