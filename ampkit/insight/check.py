@@ -197,7 +197,8 @@ class Observer(Watch, logging.Handler):
     def _look_at_weights(self, optimizer: Any) -> None:
         if "autocast" not in self.does:
             params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
-            dtypes = [short(dtype) for dtype in LOWER_PRECISION if any(one.dtype is dtype for one in params)]
+            others = (*LOWER_PRECISION, torch.float64)
+            dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
             trained = {short(one.dtype) for one in params if one.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
                 self.does = f"weights in {lower[0]}"
@@ -383,6 +384,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
     weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
+    lower += [words for words in weights.values() if torch.float32 not in weights]
     totals = [all_bytes] if all_bytes is not None else [one.total_bytes for one in explained.optimizers]
     return (
         name,

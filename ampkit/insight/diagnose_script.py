@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..api import step_was_skipped
 from ..casting.tensors import params_of
+from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..scripts import running
@@ -31,6 +32,7 @@ from .finder import Culprit, Finder, is_finite
 from .repeating import rule_of, unwatched
 from .sites import hide_observers
 from .watching import Enough, tensors_in
+from .words import short
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
@@ -183,12 +185,12 @@ class ScriptFinder(Finder):
         hint = HINTS.get(culprit.kind)
         if hint and culprit.dtype is torch.float16 and culprit.kind in (DIVISION, LOG):
             hint += f"; {_SMALLEST}"
-        if hint and culprit.dtype is torch.float32:
-            hint = f"it happens in float32: the model, not the precision; {hint}"
+        is_of_model = culprit.dtype not in LOWER_PRECISION and bool(hint)  # other precisions would cure nothing
+        if is_of_model:
+            hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
             hint = f"bfloat16 (O4 or O5 without cast_model_type=), float32 for the function, or {hint}"
         cures = (Cure(f"not tried: {hint}"),) if hint else ()
-        is_of_model = culprit.dtype is torch.float32 and bool(hint)  # other precisions would cure nothing
         note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
         if self._in_a_row == self._after:
             stopped = f"stopped   after {self._after} such backward passes in a row (--after {self._after})"

@@ -24,7 +24,9 @@ def _float32_products(record: Rows) -> Iterator[Advice]:
     share = sum(map(record.share_of_flops, rows))
     if record.lower_precision is None and share > _LEAST:
         change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
-        yield Advice(share / 2, "", "every matrix product computes in float32", change)
+        has_float64 = any(row.flops and row.dtype is torch.float64 for row in record.calls)
+        found = "every matrix product computes in float32" + " or float64" * has_float64
+        yield Advice(share / 2, "", found, change)
         return
     for (function, reason), own in _alike(rows, lambda row: (row.function, _forward_reason(record, row))):
         share = sum(map(record.share_of_flops, own))
