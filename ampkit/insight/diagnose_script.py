@@ -101,6 +101,9 @@ class ScriptFinder(Finder):
 
     # What happens
 
+    def on_module(self, module: nn.Module) -> None:
+        """Nothing is looked up: weights that are not finite are found where a line uses them."""
+
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and self._path is not None:
             self._calls.append((module, args, {}))
@@ -140,14 +143,14 @@ class ScriptFinder(Finder):
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
         with unwatched():
-            self._judge(tensors_in(roots))
+            self.on_loss(tensors_in(roots))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
             # Gradients that were not finite may have ruined weights by hand: what made them is the cause.
             self._stop(earlier or self.culprit)
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
+            self.on_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:

@@ -258,10 +258,8 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         if wrapper is not None:
             why = choose(wrapper)[1]
         else:
-            gradients: Any = SimpleNamespace(
-                slots=[SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
-            )
-            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), gradients.slots, plan.one_pass_step)
+            slots: Any = [SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
+            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), slots, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"

@@ -74,15 +74,13 @@ class Finder(Watch):
         for session in live_sessions:
             for optimizer in session.optimizers:
                 self._note_given(_moments(optimizer, session.name_of))
-        run = Repetition(
-            self, factor, on_loss=self._judge, on_gradients=self._judge_gradients, on_module=self._look_at_module
-        )
+        run = Repetition(self, factor)
         run.run(iteration)
         return run
 
     # Before
 
-    def _look_at_module(self, module: nn.Module) -> None:
+    def on_module(self, module: nn.Module) -> None:
         self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
         buffers = [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
         self._note_given(pair for pair in buffers if is_finite(pair[1]) or not _is_mask(pair[1]))
@@ -160,7 +158,7 @@ class Finder(Watch):
 
     # At the end
 
-    def _judge(self, tensors: list[torch.Tensor]) -> None:
+    def on_loss(self, tensors: list[torch.Tensor]) -> None:
         """Loss or gradients: the earliest origin of those that are not finite."""
         bad = [tensor for tensor in tensors if not is_finite(tensor)]
         if not bad or self.culprit is not None:
@@ -170,8 +168,8 @@ class Finder(Watch):
             DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
         )
 
-    def _judge_gradients(self, params: list[torch.Tensor]) -> None:
-        self._judge([param.grad for param in params if param.grad is not None])
+    def on_gradients(self, params: list[torch.Tensor]) -> None:
+        self.on_loss([param.grad for param in params if param.grad is not None])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
