@@ -59,27 +59,27 @@ def integers_that_are_read():
 
 
 def a_penalty_in_float64():
-    weight = nn.Parameter(torch.randn(32, 32))
+    weight, gradient = nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64).double()
 
     def iteration():
         wide = weight.double()
-        (wide @ wide.T).sum().backward()  # here
+        (wide @ wide.T).backward(gradient)  # here
 
     return iteration
 
 
 def a_model_in_float64():
-    model = nn.Linear(64, 64).double()
+    model, x, gradient = nn.Linear(64, 64).double(), torch.randn(8, 64).double(), torch.ones(8, 64).double()
 
     def iteration():
-        model(torch.randn(8, 64).double()).sum().backward()  # here
+        model(x).backward(gradient)  # here
 
     return iteration
 
 
 def positions_in_float64():
     weight, positions = torch.randn(64, 64), torch.linspace(0, 1, 64, dtype=torch.float64)
-    return lambda: weight @ weight * positions  # here
+    return lambda: weight * positions  # here
 
 
 def products_in_float32_and_in_float64():
