@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..api import step_was_skipped
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..scripts import running
+from .around_step import is_skipped
 from .cures import Cure
 from .diagnose import Diagnosis
 from .evidence import DIVISION, HINTS, LOG, OVERFLOW, SCALE
@@ -97,7 +97,6 @@ class ScriptFinder(Finder):
         self._falls = self._is_loss_finite = False
         self._first: Any = None
         self._before: Any = None  # what is saved, where a step may ruin it
-        self._told: Any = None  # by which torch.amp.GradScaler has a fused optimizer of torch skip on the device
 
     # What happens
 
@@ -123,7 +122,6 @@ class ScriptFinder(Finder):
         self._falls = backoff is not None
 
     def step_begins(self, optimizer: Any) -> None:
-        self._told = getattr(optimizer, "found_inf", None)
         if self.culprit is not None:
             with unwatched():
                 self._before = self._state()
@@ -131,7 +129,7 @@ class ScriptFinder(Finder):
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
-            if skipped or step_was_skipped(optimizer) or (self._told is not None and bool(self._told)):
+            if skipped or is_skipped(optimizer):
                 self.culprit = None  # has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, params_of(optimizer))):
                 self._stop(self.culprit)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import step_was_skipped
 from ..dtypes import LOWER_PRECISION
 from ..sharding import is_sharded, local
+from .around_step import is_skipped
 from .sites import Site, look
 from .updates import SAMPLE, Weights, some
 from .words import short
@@ -76,7 +76,7 @@ class Standstill:
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        if weights is None or skipped or step_was_skipped(optimizer):
+        if weights is None or skipped or is_skipped(optimizer):
             return
         counts = weights.counts()
         for one in weights.list:
@@ -124,7 +124,7 @@ class Standstill:
             if dtype not in LOWER_PRECISION:
                 many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
                 why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
-                yield from _with_names(why, many, names)
+                yield from _with_names(f"{why}, unless a warm-up does", many, names)
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)

@@ -266,6 +266,24 @@ def test_weights_that_move_or_are_not_to_are_not_said_to_stand_still(check, scri
     assert code == 0 and not [line for line in lines if line.startswith("not trained")]
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_steps_that_a_grad_scaler_has_skipped_lose_no_updates(check, optimizer, is_fused):
+    script = f"""
+optimizer, scaler = torch.optim.{optimizer}(net.parameters(), 1e-3, fused={is_fused}), torch.amp.GradScaler("cpu")
+for _ in range(9):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of() * 1e4  # which fits at no scale of the first nine
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    code, lines = check(TWO_LAYERS + script)
+    assert code == 0 and row(lines, "mistake") == "none seen"
+    assert not [line for line in lines if line.startswith("not trained")]
+
+
 def test_copies_that_are_not_written_back_are_told(check):
     stays = TRAINS["float32 copies of its own"].replace("param.copy_(own)", "pass")
     _, lines = check(TWO_LAYERS + stays)
