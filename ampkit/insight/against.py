@@ -107,8 +107,7 @@ class _Shadows(Watch):
     def on_loss(self, losses: list[torch.Tensor]) -> None:
         self.loss = max([self.loss, *(distance(loss, self.of(loss)) for loss in losses)])
 
-    def on_gradients(self, params: list[torch.Tensor]) -> None:
-        gradients = [param.grad for param in params if param.grad is not None]
+    def on_gradients(self, gradients: list[torch.Tensor]) -> None:
         self.gradients = [(gradient.float(), self.of(gradient).float()) for gradient in gradients]
 
     def around(self, call: Call) -> Any:

@@ -53,9 +53,6 @@ class Trial(Watch):
     def on_loss(self, losses: list[torch.Tensor]) -> None:
         self.finite = self.finite and all(map(is_finite, losses))
 
-    def on_gradients(self, params: list[torch.Tensor]) -> None:
-        self.on_loss([param.grad for param in params if param.grad is not None])
-
     def around(self, call: Call) -> Any:
         if call.op.is_view or call.op._schema.is_mutable or not self._applies(call):
             return call()

@@ -148,7 +148,8 @@ class ScriptFinder(Finder):
 
     def backward_ends(self) -> None:
         with unwatched():
-            self.on_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
+            params = [param for one in list(self.modules) for param in one.parameters(recurse=False)]
+            self.on_gradients([param.grad for param in params if param.grad is not None])
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:

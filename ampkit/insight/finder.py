@@ -121,20 +121,14 @@ class Finder(Watch):
         origins = [self._origin_of(call, tensor, was) for tensor, was in bad_inputs]
         if (known := next((origin for origin in origins if origin is not None), None)) is not None:
             return known
-        constants = [
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, float) and not math.isfinite(leaf)
-        ]
+        given = call.args, call.kwargs
+        constants = [one for one in tree_leaves(given) if isinstance(one, float) and not math.isfinite(one)]
         is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
-        inputs = tree_map(
-            lambda leaf: before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            (call.args, call.kwargs),
-        )
+        inputs = tree_map(lambda one: before.get(id(one), one) if isinstance(one, torch.Tensor) else one, given)
         return self._new(call, *explain(call, inputs, bad), bad[0])
 
     def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
@@ -167,9 +161,6 @@ class Finder(Watch):
         self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or Culprit(
             DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
         )
-
-    def on_gradients(self, params: list[torch.Tensor]) -> None:
-        self.on_loss([param.grad for param in params if param.grad is not None])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -120,7 +120,7 @@ class Repetition(Listener):
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._watch.on_gradients([param for param in self._gradients if param.grad is not None])
+            self._watch.on_gradients([param.grad for param in self._gradients if param.grad is not None])
 
     @contextlib.contextmanager
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:

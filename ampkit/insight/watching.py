@@ -135,8 +135,9 @@ class Watch(TorchDispatchMode, Listener):
     def on_loss(self, losses: list[torch.Tensor]) -> None:
         """In a `Repetition`: what a backward pass begins with, before it."""
 
-    def on_gradients(self, params: list[torch.Tensor]) -> None:
-        """In a `Repetition`: all parameters with a gradient, after it."""
+    def on_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """In a `Repetition`: those of all parameters, after it."""
+        self.on_loss(gradients)
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
