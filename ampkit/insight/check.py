@@ -244,7 +244,10 @@ class Observer(Watch, logging.Handler):
         rule = self._rules.get(function)
         if rule is None or rule.kind not in self.casts:
             return
-        dtypes = {one.dtype for one in args if isinstance(one, Tensor)}
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if tensors and not any(one.dim() for one in tensors):  # single numbers, as torch's GradScaler computes with
+            return
+        dtypes = {one.dtype for one in tensors}
         if torch.float64 in dtypes or any(dtype.is_complex for dtype in dtypes):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
             return

@@ -270,17 +270,19 @@ def test_weights_that_move_or_are_not_to_are_not_said_to_stand_still(check, scri
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_steps_that_a_grad_scaler_has_skipped_lose_no_updates(check, optimizer, is_fused):
     script = f"""
-optimizer, scaler = torch.optim.{optimizer}(net.parameters(), 1e-3, fused={is_fused}), torch.amp.GradScaler("cpu")
+gate, extra = nn.Parameter(torch.zeros(2)), nn.Linear(6, 2)  # which has a gradient when the gate has moved
+params, scaler = [*net.parameters(), gate, *extra.parameters()], torch.amp.GradScaler("cpu")
+optimizer = torch.optim.{optimizer}(params, 1e-3, fused={is_fused})
 for _ in range(9):
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
-        loss = loss_of() * 1e4  # which fits at no scale of the first nine
+        loss = loss_of() * 1e4 + (gate * extra(x)).mean()  # the first term fits at no scale of the first nine
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
 """
     code, lines = check(TWO_LAYERS + script)
-    assert code == 0 and row(lines, "mistake") == "none seen"
+    assert code == 0 and row(lines, "mistake") == "none seen" and row(lines, "not cast") == "none"
     assert not [line for line in lines if line.startswith("not trained")]
 
 
