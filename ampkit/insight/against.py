@@ -82,29 +82,12 @@ class Comparison:
 def compare(iteration: Callable[[], Any]) -> Comparison:
     """Run the iteration once, and each operator that lower precision has touched twice."""
     shadows = _Shadows()
-    losses: list[float] = []
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(params: list[torch.Tensor]) -> None:
-        gradients[:] = [
-            (param.grad.float(), shadows.of(param.grad).float()) for param in params if param.grad is not None
-        ]
-
-    Repetition(
-        shadows,
-        on_loss=lambda tensors: losses.extend(distance(loss, shadows.of(loss)) for loss in tensors),
-        on_gradients=keep,
-    ).run(iteration)
-    off = sum(float((grad - exact).square().sum()) for grad, exact in gradients) ** 0.5
-    size = sum(float(exact.square().sum()) for _, exact in gradients) ** 0.5
-    rows = sorted(shadows.rows.values(), key=lambda row: -row.excess)
-    return Comparison(
-        shadows.operations,
-        max(losses, default=0.0),
-        off / size if size else 0.0,
-        tuple(distance(grad, exact) for grad, exact in gradients),
-        tuple(rows),
-    )
+    Repetition(shadows).run(iteration)
+    off = sum(float((grad - exact).square().sum()) for grad, exact in shadows.gradients) ** 0.5
+    size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
+    of_each = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
+    rows = tuple(sorted(shadows.rows.values(), key=lambda row: -row.excess))
+    return Comparison(shadows.operations, shadows.loss, off / size if size else 0.0, of_each, rows)
 
 
 class _Shadows(Watch):
@@ -112,13 +95,20 @@ class _Shadows(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations, self.loss = 0, 0.0
         self.rows: dict[Any, Difference] = {}
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their shadows
         self._shadows: dict[Any, torch.Tensor] = {}  # by place in memory, of those that differ from their tensors
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the tensor would be in float32."""
         return self._shadows.get(_key(tensor), tensor)
+
+    def on_loss(self, losses: list[torch.Tensor]) -> None:
+        self.loss = max([self.loss, *(distance(loss, self.of(loss)) for loss in losses)])
+
+    def on_gradients(self, gradients: list[torch.Tensor]) -> None:
+        self.gradients = [(gradient.float(), self.of(gradient).float()) for gradient in gradients]
 
     def around(self, call: Call) -> Any:
         self.operations += 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import validation
+from ..api import step_was_skipped
 from ..errors import ConfigurationError
 from ..optimizers.scales import on
 from ..patching import PatchSet
@@ -61,6 +62,12 @@ class AroundStep:
             return result
 
         self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
+
+
+def is_skipped(optimizer: Any) -> bool:
+    """Whether the step that ends is skipped. A torch.amp.GradScaler has torch's fused optimizers skip on the device, by a flag."""
+    flag = getattr(optimizer, "found_inf", None)
+    return step_was_skipped(optimizer) or (flag is not None and bool(flag))
 
 
 def named_params(optimizer: Any) -> Iterator[Named]:

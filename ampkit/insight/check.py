@@ -33,6 +33,7 @@ from . import files
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
 from .record.arithmetic import product_of
+from .record.reasons import Regions
 from .repeating import unwatched
 from .sites import hide_observers, look
 from .standstill import Standstill
@@ -127,7 +128,7 @@ class Observer(Watch, logging.Handler):
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
-        self._autocast_off = 0
+        self._regions = Regions()
         self._is_scaled = self.has_scaler = False
 
     @contextmanager
@@ -136,9 +137,8 @@ class Observer(Watch, logging.Handler):
         with Undo() as undo:
             undo.enter_context(self)
             undo.callback(patches.restore)
+            self._regions.watch(patches)
             for owner, name, tell in (
-                (torch.autocast, "__enter__", self._enter_autocast),
-                (torch.autocast, "__exit__", self._leave_autocast),
                 (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", self._unscale),
                 (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
             ):
@@ -197,7 +197,8 @@ class Observer(Watch, logging.Handler):
     def _look_at_weights(self, optimizer: Any) -> None:
         if "autocast" not in self.does:
             params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
-            dtypes = [short(dtype) for dtype in LOWER_PRECISION if any(one.dtype is dtype for one in params)]
+            others = (*LOWER_PRECISION, torch.float64)
+            dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
             trained = {short(one.dtype) for one in params if one.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
                 self.does = f"weights in {lower[0]}"
@@ -237,17 +238,23 @@ class Observer(Watch, logging.Handler):
         is_data = getattr(function, "__self__", None) is torch.Tensor.data
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])
+        region = self._regions.innermost if current_session() is None else None
+        if region is not None and region.enabled and region.dtype is not None:
+            self.does = f"torch.autocast in {short(region.dtype)}"
         rule = self._rules.get(function)
         if rule is None or rule.kind not in self.casts:
             return
-        dtypes = {one.dtype for one in args if isinstance(one, Tensor)}
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if tensors and not any(one.dim() for one in tensors):  # single numbers, as torch's GradScaler computes with
+            return
+        dtypes = {one.dtype for one in tensors}
         if torch.float64 in dtypes or any(dtype.is_complex for dtype in dtypes):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
             return
         self.casts[rule.kind][rule.name] += 1
         if rule.kind is not CastKind.LOWER_PRECISION_FP:
             return
-        if self._autocast_off:
+        if region is not None and not region.enabled:
             self.not_cast[f"{rule.name} inside torch.autocast(enabled=False)"] += 1
         elif not self.is_inside:
             self.not_cast[f"at O2, O3 and O5 {rule.name} outside of every module's forward"] += 1
@@ -264,16 +271,6 @@ class Observer(Watch, logging.Handler):
         self._end_if_enough()
         self.backward_passes += 1
         self._pass(self.backward_passes)
-
-    def _enter_autocast(self, region: Any) -> None:
-        if current_session() is None:
-            self._autocast_off += not region._enabled
-            if region._enabled:
-                self.does = f"torch.autocast in {short(region.fast_dtype)}"
-
-    def _leave_autocast(self, region: Any, *_: Any) -> None:
-        if current_session() is None:
-            self._autocast_off = max(0, self._autocast_off - (not region._enabled))
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
         self.has_scaler = self._is_scaled = current_session() is None
@@ -345,15 +342,11 @@ def _unseen() -> Iterator[None]:
 def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     """The lines to print, and whether they name a mistake."""
     models, optimizers, mistakes = seen.models, list(seen.steps), list(seen.all_mistakes())
-    names = (
-        ", ".join(
-            f"{type(model).__name__} ({sum(param.numel() for param in known(model.parameters())):,} parameters)"
-            for model in models
-        )
-        or "no model"
-    )
+    sizes = [sum(param.numel() for param in known(model.parameters())) for model in models]
+    names = ", ".join(f"{type(model).__name__} ({size:,} parameters)" for model, size in zip(models, sizes))
     steps = ", ".join(f"{count} steps of {type(one).__name__}" for one, count in seen.steps.items())
-    lines = ["", f"{script}: {steps or 'no optimizer stepped'}; {names}; the script uses {seen.does}.", ""]
+    ran = f"{steps or 'no optimizer stepped'}; {names or 'no model'}"
+    lines = ["", f"{script}: {ran}; the script uses {seen.does}.", ""]
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
@@ -366,16 +359,14 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
     standing = list(seen.standstill.reasons(models))
+    none = "none seen" + " besides what is not trained" * bool(standing)
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
         *(("not trained", reason) for reason in standing),
         ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
-        *(
-            ("mistake", mistake)
-            for mistake in mistakes or ["none seen" + " besides what is not trained" * bool(standing)]
-        ),
+        *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
 
@@ -383,6 +374,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
     weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
+    lower += [words for words in weights.values() if torch.float32 not in weights]
     totals = [all_bytes] if all_bytes is not None else [one.total_bytes for one in explained.optimizers]
     return (
         name,

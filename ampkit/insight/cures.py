@@ -39,12 +39,19 @@ class Cure:
 _SMALL = 2.0**-24
 
 
-class Recompute(Watch):
-    """Runs operators on inputs cast from lower precision to ``dtype``, and keeps their results so."""
+class Trial(Watch):
+    """Notes whether loss and gradients are ``finite``. Operators to which it ``applies`` run on inputs cast from lower precision
+    to ``dtype``, and their results are kept so.
+    """
 
-    def __init__(self, applies: Callable[[Call], bool], dtype: torch.dtype) -> None:
+    def __init__(
+        self, applies: Callable[[Call], bool] = lambda call: False, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        self._applies, self._dtype = applies, dtype
+        self._applies, self._dtype, self.finite = applies, dtype, True
+
+    def on_loss(self, losses: list[torch.Tensor]) -> None:
+        self.finite = self.finite and all(map(is_finite, losses))
 
     def around(self, call: Call) -> Any:
         if call.op.is_view or call.op._schema.is_mutable or not self._applies(call):
@@ -68,48 +75,36 @@ class Trials:
         self._iteration, self._first = iteration, first
         self.scale = first.scale or 1.0
 
-    def is_finite(self, watch: Watch | None = None, factor: float = 1.0, seed: float = 1.0) -> bool:
-        """Whether loss and gradients are finite. An iteration that fails otherwise proves nothing."""
-        finite: list[bool] = []
-
-        def look(tensors: list[torch.Tensor]) -> None:
-            finite.extend(map(is_finite, tensors))
-
-        run = Repetition(
-            watch or Watch(),
-            factor,
-            seed,
-            on_loss=look,
-            on_gradients=lambda params: look([param.grad for param in params if param.grad is not None]),
-        )
+    def is_finite(self, trial: Trial, factor: float = 1.0, seed: float = 1.0) -> bool:
+        """An iteration that fails otherwise proves nothing."""
         try:
-            run.run(self._iteration)
+            Repetition(trial, factor, seed).run(self._iteration)
         except Exception as error:
             logger.debug("A trial of diagnose failed: %s", error)
             return False
-        return all(finite)
+        return trial.finite
 
     def everywhere(self, dtype: torch.dtype) -> bool:
         """Whether all is finite where lower precision is ``dtype``, without a loss scale."""
-        return self.is_finite(Recompute(lambda call: True, dtype), 1 / self.scale, _SMALL)
+        return self.is_finite(Trial(lambda call: True, dtype), 1 / self.scale, _SMALL)
 
-    def lower_scale(self, watch: Callable[[], Watch] = Watch) -> float | None:
+    def lower_scale(self, trial: Callable[[], Trial] = Trial) -> float | None:
         """The highest at which all is finite, by powers of two."""
         most = math.floor(math.log2(self.scale / self._first.floor))
-        if most < 1 or not self.is_finite(watch(), 2.0**-most):
+        if most < 1 or not self.is_finite(trial(), 2.0**-most):
             return None
         fails, works = 0, most
         while works - fails > 1:
             middle = fails + 1 if fails == 0 else (fails + works) // 2  # one step is the most likely answer
-            fails, works = (fails, middle) if self.is_finite(watch(), 2.0**-middle) else (middle, works)
+            fails, works = (fails, middle) if self.is_finite(trial(), 2.0**-middle) else (middle, works)
         return self.scale * 2.0**-works
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
         """What to say of float32 for a part of the operators; None where it does not help."""
-        watch = functools.partial(Recompute, applies, torch.float32)
-        if self.is_finite(watch()):
+        trial = functools.partial(Trial, applies)
+        if self.is_finite(trial()):
             return "finite, tried"
-        if self._first.backoff is not None and (lower := self.lower_scale(watch)) is not None:
+        if self._first.backoff is not None and (lower := self.lower_scale(trial)) is not None:
             return f"finite at loss scale {lower:g}, tried"
         return None
 

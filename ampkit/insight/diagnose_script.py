@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..api import step_was_skipped
 from ..casting.tensors import params_of
+from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..scripts import running
+from .around_step import is_skipped
 from .cures import Cure
 from .diagnose import Diagnosis
 from .evidence import DIVISION, HINTS, LOG, OVERFLOW, SCALE
@@ -31,6 +32,7 @@ from .finder import Culprit, Finder, is_finite
 from .repeating import rule_of, unwatched
 from .sites import hide_observers
 from .watching import Enough, tensors_in
+from .words import short
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
@@ -95,9 +97,11 @@ class ScriptFinder(Finder):
         self._falls = self._is_loss_finite = False
         self._first: Any = None
         self._before: Any = None  # what is saved, where a step may ruin it
-        self._told: Any = None  # by which torch.amp.GradScaler has a fused optimizer of torch skip on the device
 
     # What happens
+
+    def on_module(self, module: nn.Module) -> None:
+        """Nothing is looked up: weights that are not finite are found where a line uses them."""
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and self._path is not None:
@@ -118,7 +122,6 @@ class ScriptFinder(Finder):
         self._falls = backoff is not None
 
     def step_begins(self, optimizer: Any) -> None:
-        self._told = getattr(optimizer, "found_inf", None)
         if self.culprit is not None:
             with unwatched():
                 self._before = self._state()
@@ -126,7 +129,7 @@ class ScriptFinder(Finder):
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
-            if skipped or step_was_skipped(optimizer) or (self._told is not None and bool(self._told)):
+            if skipped or is_skipped(optimizer):
                 self.culprit = None  # has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, params_of(optimizer))):
                 self._stop(self.culprit)
@@ -138,14 +141,15 @@ class ScriptFinder(Finder):
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
         with unwatched():
-            self._judge(tensors_in(roots))
+            self.on_loss(tensors_in(roots))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
             # Gradients that were not finite may have ruined weights by hand: what made them is the cause.
             self._stop(earlier or self.culprit)
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
+            params = [param for one in list(self.modules) for param in one.parameters(recurse=False)]
+            self.on_gradients([param.grad for param in params if param.grad is not None])
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
@@ -183,12 +187,12 @@ class ScriptFinder(Finder):
         hint = HINTS.get(culprit.kind)
         if hint and culprit.dtype is torch.float16 and culprit.kind in (DIVISION, LOG):
             hint += f"; {_SMALLEST}"
-        if hint and culprit.dtype is torch.float32:
-            hint = f"it happens in float32: the model, not the precision; {hint}"
+        is_of_model = culprit.dtype not in LOWER_PRECISION and bool(hint)  # other precisions would cure nothing
+        if is_of_model:
+            hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
             hint = f"bfloat16 (O4 or O5 without cast_model_type=), float32 for the function, or {hint}"
         cures = (Cure(f"not tried: {hint}"),) if hint else ()
-        is_of_model = culprit.dtype is torch.float32 and bool(hint)  # other precisions would cure nothing
         note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
         if self._in_a_row == self._after:
             stopped = f"stopped   after {self._after} such backward passes in a row (--after {self._after})"

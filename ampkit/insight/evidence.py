@@ -74,10 +74,8 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
     if any(value.isinf().any() for value in values):
         kind = PRODUCT if call.name in _PRODUCTS else DIFFERENCE
         infinite = next(value for value in values if value.isinf().any())
-        yield (
-            kind,
-            f"{_share(infinite.isinf())} elements of its input are infinite, and {_subject(call)} makes NaN of them",
-        )
+        share = _share(infinite.isinf())
+        yield kind, f"{share} elements of its input are infinite, and {_subject(call)} makes NaN of them"
     place = _DIVISORS.get(call.name)
     if place is not None and place < len(args):
         divisor = torch.as_tensor(args[place])
@@ -89,12 +87,8 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
         yield ONE_ROW, f"{_subject(call)} of one element, divided by a number of elements less 1, which is 0"
     if call.name in ("log", "log2", "log10") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
-    if (
-        call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
-        and first is not None
-        and not first.is_complex()
-        and (first < 0).any()
-    ):
+    is_of_positive = call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
+    if is_of_positive and first is not None and not first.is_complex() and (first < 0).any():
         yield DOMAIN, f"{_subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
     if first is not None and not first.numel():
         yield DIVISION, f"{_subject(call)} of no elements"

@@ -94,16 +94,9 @@ class Explanation:
     def __str__(self) -> str:
         shown = self.modules[:_MOST_ROWS]
         rows = [("module", "number", "parameters", "stored in", "why float32")]
-        rows += [
-            (
-                one.name or "(the model)",
-                f"{one.modules} {one.kind}",
-                f"{one.parameters:,}",
-                short(one.storage) + " + rest" * one.has_rest,
-                one.kept or "",
-            )
-            for one in shown
-        ]
+        for one in shown:
+            named = one.name or "(the model)", f"{one.modules} {one.kind}", f"{one.parameters:,}"
+            rows.append((*named, short(one.storage) + " + rest" * one.has_rest, one.kept or ""))
         lines = [self.title, *(["", *columns(rows, right=(2,))] if shown else ())]
         if len(shown) < len(self.modules):
             lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
@@ -258,10 +251,8 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         if wrapper is not None:
             why = choose(wrapper)[1]
         else:
-            gradients: Any = SimpleNamespace(
-                slots=[SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
-            )
-            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), gradients.slots, plan.one_pass_step)
+            slots: Any = [SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
+            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), slots, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"
@@ -294,9 +285,8 @@ def _bytes(
             gradient_dtype = gradient.dtype
         sums["gradients"] += param.numel() * gradient_dtype.itemsize * param.requires_grad
         # Beside weights without float32 values, state is in their precision too.
-        narrows = (
-            dtype in LOWER_PRECISION and param not in mastered and not getattr(optimizer, "keeps_float32_state", False)
-        )
+        keeps_float32 = param in mastered or getattr(optimizer, "keeps_float32_state", False)
+        narrows = dtype in LOWER_PRECISION and not keeps_float32
         sums["state"] += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
     return {name: size / total for name, size in sums.items()}
 

@@ -74,15 +74,13 @@ class Finder(Watch):
         for session in live_sessions:
             for optimizer in session.optimizers:
                 self._note_given(_moments(optimizer, session.name_of))
-        run = Repetition(
-            self, factor, on_loss=self._judge, on_gradients=self._judge_gradients, on_module=self._look_at_module
-        )
+        run = Repetition(self, factor)
         run.run(iteration)
         return run
 
     # Before
 
-    def _look_at_module(self, module: nn.Module) -> None:
+    def on_module(self, module: nn.Module) -> None:
         self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
         buffers = [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
         self._note_given(pair for pair in buffers if is_finite(pair[1]) or not _is_mask(pair[1]))
@@ -123,20 +121,14 @@ class Finder(Watch):
         origins = [self._origin_of(call, tensor, was) for tensor, was in bad_inputs]
         if (known := next((origin for origin in origins if origin is not None), None)) is not None:
             return known
-        constants = [
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, float) and not math.isfinite(leaf)
-        ]
+        given = call.args, call.kwargs
+        constants = [one for one in tree_leaves(given) if isinstance(one, float) and not math.isfinite(one)]
         is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
-        inputs = tree_map(
-            lambda leaf: before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            (call.args, call.kwargs),
-        )
+        inputs = tree_map(lambda one: before.get(id(one), one) if isinstance(one, torch.Tensor) else one, given)
         return self._new(call, *explain(call, inputs, bad), bad[0])
 
     def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
@@ -160,7 +152,7 @@ class Finder(Watch):
 
     # At the end
 
-    def _judge(self, tensors: list[torch.Tensor]) -> None:
+    def on_loss(self, tensors: list[torch.Tensor]) -> None:
         """Loss or gradients: the earliest origin of those that are not finite."""
         bad = [tensor for tensor in tensors if not is_finite(tensor)]
         if not bad or self.culprit is not None:
@@ -169,9 +161,6 @@ class Finder(Watch):
         self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or Culprit(
             DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
         )
-
-    def _judge_gradients(self, params: list[torch.Tensor]) -> None:
-        self._judge([param.grad for param in params if param.grad is not None])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

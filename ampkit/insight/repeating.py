@@ -33,24 +33,15 @@ class _Ended(BaseException):
 class Repetition(Listener):
     """One run of an iteration under ``watch``, at the loss scale of now times ``factor``; ``seed`` is the gradient of the loss.
 
-    ``on_loss`` is given the tensors that a backward pass begins with, before it, ``on_gradients`` all parameters with a gradient,
-    after it, and ``on_module`` each model, before its first forward. ``scale`` is the loss scale that was used last, None without
-    one; a dynamic one has a ``backoff`` factor and a ``floor``.
+    The watch is told of losses, gradients and models. ``scale`` is the loss scale that was used last, None without one; a dynamic
+    one has a ``backoff`` factor and a ``floor``.
     """
 
-    def __init__(
-        self,
-        watch: Watch,
-        factor: float = 1.0,
-        seed: float = 1.0,
-        on_loss: Callable[[list[torch.Tensor]], Any] = lambda losses: None,
-        on_gradients: Callable[[list[torch.Tensor]], Any] = lambda params: None,
-        on_module: Callable[[nn.Module], Any] = lambda module: None,
-    ) -> None:
+    def __init__(self, watch: Watch, factor: float = 1.0, seed: float = 1.0) -> None:
         self.factor, self.seed, self.floor = factor, seed, 2.0**-14
         self.scale: float | None = None
         self.backoff: float | None = None
-        self._watch, self._on_loss, self._on_gradients, self._on_module = watch, on_loss, on_gradients, on_module
+        self._watch, self._on_module = watch, watch.on_module
         self._has_run_backward = False
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -69,7 +60,7 @@ class Repetition(Listener):
                 result = iteration()
                 if not self._has_run_backward:
                     with unwatched():
-                        self._on_loss(tensors_in(result))
+                        self._watch.on_loss(tensors_in(result))
 
     def keep(self, param: torch.Tensor) -> None:
         """Take a leaf's gradient away until the end."""
@@ -123,13 +114,13 @@ class Repetition(Listener):
     def backward_begins(self, roots: Sequence[Any]) -> None:
         self._has_run_backward, losses = True, tensors_in(roots)
         with unwatched():
-            self._on_loss(losses)
+            self._watch.on_loss(losses)
         for loss in losses if self.seed != 1.0 else ():
             loss.register_hook(lambda gradient: gradient * self.seed)
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._on_gradients([param for param in self._gradients if param.grad is not None])
+            self._watch.on_gradients([param.grad for param in self._gradients if param.grad is not None])
 
     @contextlib.contextmanager
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import step_was_skipped
 from ..dtypes import LOWER_PRECISION
 from ..sharding import is_sharded, local
+from .around_step import is_skipped
 from .sites import Site, look
 from .updates import SAMPLE, Weights, some
 from .words import short
 
 _MANY_LOST = 0.5
+_ZERO = "every gradient is 0: a factor of 0, or zero_grad() before step()"
 
 
 class Standstill:
@@ -31,6 +32,7 @@ class Standstill:
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
+        self._zeros: Counter[Tensor] = Counter()  # of `_why`, before this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
@@ -46,6 +48,7 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
+        self._zeros = Counter(self._why.get(_ZERO))
         for param in (param for model in models for param in model.parameters()):
             # A class of a library's own, as of quantised weights, may have no elements to look at.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
@@ -71,12 +74,13 @@ class Standstill:
             return "no gradient"
         if param.grad.layout is not torch.strided or bool((param.grad != 0).any()):
             return None
-        return "every gradient is 0: a factor of 0, or zero_grad() before step()"
+        return _ZERO
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        if weights is None or skipped or step_was_skipped(optimizer):
+        if weights is None or skipped or is_skipped(optimizer):
+            self._why[_ZERO] = self._zeros  # what begins at 0, as a factor, has not moved yet
             return
         counts = weights.counts()
         for one in weights.list:
@@ -124,7 +128,7 @@ class Standstill:
             if dtype not in LOWER_PRECISION:
                 many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
                 why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
-                yield from _with_names(why, many, names)
+                yield from _with_names(f"{why}, unless a warm-up does", many, names)
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)

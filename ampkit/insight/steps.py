@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from .. import kernels, validation
-from ..api import step_was_skipped
 from ..iteration.found_inf import values_of
 from ..optimizers.scales import on
 from ..registry import session_of, wrapper_of
 from ..sharding import is_sharded, local, norm_over_processes
-from .around_step import AroundStep, named_params, to_host
+from .around_step import AroundStep, is_skipped, named_params, to_host
 from .updates import Weights
 
 
@@ -25,11 +24,8 @@ class StepReport:
     ``step`` counts steps from 1, skipped ones included.
     """
 
-    def __init__(
-        self, optimizer: Any, step: int, weights: Weights | None = None, found_inf: torch.Tensor | None = None
-    ) -> None:
-        self.step = step
-        self._optimizer, self._weights, self._found_inf = optimizer, weights, found_inf
+    def __init__(self, optimizer: Any, step: int, weights: Weights | None = None) -> None:
+        self.step, self._optimizer, self._weights = step, optimizer, weights
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("_optimizer", "_weights"):
@@ -46,7 +42,7 @@ class StepReport:
     @cached_property
     def skipped(self) -> bool:
         """Whether the step was skipped for gradients that are not finite."""
-        return step_was_skipped(self._optimizer) or (self._found_inf is not None and bool(self._found_inf))
+        return is_skipped(self._optimizer)
 
     @cached_property
     def grad_norm(self) -> float:
@@ -129,10 +125,8 @@ class _OnStep(AroundStep):
         self._report = None
         if self._steps % self._every == 0:
             is_measured = self._updates_every and self._steps % self._updates_every == 0
-            # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
-            found_inf = getattr(self.optimizer, "found_inf", None)
             weights = Weights(self.optimizer) if is_measured else None
-            self._report = StepReport(self.optimizer, self._steps, weights, found_inf)
+            self._report = StepReport(self.optimizer, self._steps, weights)
 
     def after(self) -> None:
         if (report := self._report) is not None:

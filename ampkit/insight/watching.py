@@ -132,6 +132,13 @@ class Watch(TorchDispatchMode, Listener):
     def on_module(self, module: nn.Module) -> None:
         """A module begins that is no part of one seen before."""
 
+    def on_loss(self, losses: list[torch.Tensor]) -> None:
+        """In a `Repetition`: what a backward pass begins with, before it."""
+
+    def on_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """In a `Repetition`: those of all parameters, after it."""
+        self.on_loss(gradients)
+
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
         return super().__enter__()

@@ -32,7 +32,7 @@ class _Samples(UpdateCheck):
 
     def __init__(self, optimizer: Any, every: int, share: float, log: Callable[[dict[str, float]], Any]) -> None:
         self._log, self._named, self._next = log, list[Named](), 0
-        self._begun, self._budget, self._cost, self._found_inf = 0.0, 0.0, 0.0, None
+        self._begun, self._budget, self._cost = 0.0, 0.0, 0.0
         super().__init__(optimizer, every, share, "LostUpdates")
 
     def before(self) -> None:
@@ -48,8 +48,6 @@ class _Samples(UpdateCheck):
         self._begun = begun
         chosen = [self._named[(self._next + i) % len(self._named)] for i in range(number)]
         self._next = (self._next + number) % max(1, len(self._named))
-        # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
-        self._found_inf = getattr(self.optimizer, "found_inf", None)
         self._weights = Weights(self.optimizer, SAMPLE, chosen) if chosen else None
         self._spent = perf_counter() - begun
 
@@ -57,12 +55,12 @@ class _Samples(UpdateCheck):
     def after(self) -> None:
         begun = perf_counter()
         found = self._weights.counts() if self._weights is not None else {}
+        # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
+        flag = getattr(self.optimizer, "found_inf", None)
         if (wrapper := wrapper_of(self.optimizer)) is not None:
-            self._found_inf = None if (found_inf := wrapper.findings.of_step) is None else found_inf.flag
-        if self._found_inf is not None:
-            found = {
-                name: tuple(one * _is_taken(self._found_inf, one) for one in counts) for name, counts in found.items()
-            }
+            flag = None if (found_inf := wrapper.findings.of_step) is None else found_inf.flag
+        if flag is not None:
+            found = {name: tuple(one * _is_taken(flag, one) for one in counts) for name, counts in found.items()}
         self._count(found)
         if found:
             self._cost = (self._spent + perf_counter() - begun) / len(found)

@@ -266,6 +266,26 @@ def test_weights_that_move_or_are_not_to_are_not_said_to_stand_still(check, scri
     assert code == 0 and not [line for line in lines if line.startswith("not trained")]
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_steps_that_a_grad_scaler_has_skipped_lose_no_updates(check, optimizer, is_fused):
+    script = f"""
+gate, extra = nn.Parameter(torch.zeros(2)), nn.Linear(6, 2)  # which has a gradient when the gate has moved
+params, scaler = [*net.parameters(), gate, *extra.parameters()], torch.amp.GradScaler("cpu")
+optimizer = torch.optim.{optimizer}(params, 1e-3, fused={is_fused})
+for _ in range(9):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of() * 1e4 + (gate * extra(x)).mean()  # the first term fits at no scale of the first nine
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    code, lines = check(TWO_LAYERS + script)
+    assert code == 0 and row(lines, "mistake") == "none seen" and row(lines, "not cast") == "none"
+    assert not [line for line in lines if line.startswith("not trained")]
+
+
 def test_copies_that_are_not_written_back_are_told(check):
     stays = TRAINS["float32 copies of its own"].replace("param.copy_(own)", "pass")
     _, lines = check(TWO_LAYERS + stays)
@@ -287,6 +307,61 @@ for _ in range(9):
     found = row(lines, "not trained")
     assert "model 1: 3.bias, model 1: 3.weight" in found
     assert "the loss does not use them, or a line takes the graph away: detach() at script.py" in found
+
+
+#: What is made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
+STANDING = {
+    "nothing": ("", {}),
+    "a layer that was replaced": (
+        "net[2] = nn.Linear(6, 2)",
+        {
+            "2.bias, 2.weight": "no optimizer that stepped holds them",
+            "a parameter of shape (2, 6), a parameter of shape (2,)": "no model has it, only the optimizer",
+        },
+    ),
+    "a layer that was taken out": (
+        "net = net[:2]",
+        {"a parameter of shape (2, 6), a parameter of shape (2,)": "no model has it, only the optimizer"},
+    ),
+    "a parameter of its own that is not used": (
+        "optimizer.add_param_group({'params': [nn.Parameter(torch.ones(3))]})",
+        {"a parameter of shape (3,)": "no model has it, only the optimizer"},
+    ),
+    "a parameter of its own that is used": (
+        "own = nn.Parameter(torch.ones(3)); optimizer.add_param_group({'params': [own]}); x = lambda: xs * own.prod()",
+        {},
+    ),
+    "a layer that is not called": (
+        "net.forward = lambda x: net[1](net[0](x))",
+        {"2.bias, 2.weight": "the loss does not use them"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STANDING)
+def test_what_only_the_optimizer_has_is_told_from_what_no_gradient_reaches(check, case):
+    line, expected = STANDING[case]
+    script = f"""
+xs, x = x, lambda: xs
+optimizer = torch.optim.Adam(net.parameters())
+{line}
+for _ in range(9):
+    optimizer.zero_grad()
+    (net(x()) - 1).square().mean().backward()
+    optimizer.step()
+"""
+    code, lines = check(TWO_LAYERS + script)
+    found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
+    assert {line.partition(":")[0] for line in found} == set(expected), lines
+    assert all(words in next(line for line in found if line.startswith(names)) for names, words in expected.items())
+    assert code == 0 and row(lines, "mistake") == "none seen" + " besides what is not trained" * bool(expected)
+
+
+def test_weights_in_float64_are_said_to_be_so(check):
+    code, lines = check(TWO_LAYERS + "net.double()\nx = x.double()\n" + TRAINS["a model that makes targets and stays"])
+    assert code == 0 and any("the script uses weights in float64." in line for line in lines)
+    assert row(lines, "as it is").split()[0] == row(lines, "O2").split()[0] == "float64"
+    assert row(lines, "as it is").split()[-1] == "32.0"  # weight, gradient and two moments of 8 bytes each
 
 
 def test_a_lazy_module_that_was_never_called_has_no_part_in_figures(check):

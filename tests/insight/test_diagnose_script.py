@@ -26,6 +26,25 @@ SCRIPTS = {
         optimizer.step()
         print("step", i)
     """,
+    "a loss in float64": """
+    for i in range(10):
+        y = model(torch.ones(2, 4)).double().abs() * 0 + (3.0 - i)
+        loss = y.log().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print("step", i)
+    """,
+    "more than float64 has": """
+    model.double()
+    for i in range(10):
+        y = model(torch.ones(2, 4).double())
+        loss = (y * 0 + (i == 2) * 800.0).exp().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print("step", i)
+    """,
     "a gradient that ruins the weights": """
     for i in range(10):
         loss = (model(torch.ones(2, 4)) * (i < 3)).abs().sqrt().mean()
@@ -93,6 +112,9 @@ SCRIPTS = {
 # steps taken, exit code, what is printed
 FOUND = {
     "a loss": (3, 1, ["log of zero", "line      script.py:8  loss = y.log().mean()", "of 2"]),
+    "a loss in float64": (3, 1, ["log of zero", "script.py:8", "float64", "it happens in float64: the model, not"]),
+    # e**800 is 2.7e347, where float64 ends at 1.8e308.
+    "more than float64 has": (2, 1, ["overflow of the format", "script.py:9", "it happens in float64: the model, not"]),
     "a gradient that ruins the weights": (
         3,
         1,
@@ -127,6 +149,7 @@ def test_a_script_stops_at_the_culprit(case, tmp_path):
     assert done.stdout.count("step") == steps, done.stdout
     for part in printed:
         assert part in done.stdout, done.stdout
+    assert ("not the precision" in done.stdout) <= ("next " not in done.stdout), done.stdout  # nothing is left to try
 
 
 FAILS = """
@@ -148,6 +171,9 @@ FAILS = """
 # the line, the kind, and what the numbers and the cure say
 FAILURES = [
     ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
+    ("y = y @ torch.eye(8).double()", "two dtypes in one call", ["float32 (4, 8), float64 (8, 8)", "x.to(y.dtype)"]),
+    ("y = model(y.double())", "two dtypes in one call", ["float64 (4, 8)", "Linear's 'weight'", "x.to(y.dtype)"]),
+    ("y = frozen.double()(y)", "a frozen model in another precision", ["float64 (8, 8) (Linear's 'weight')"]),
     ("y = frozen(y)", "a frozen model in another precision", ["Linear's 'weight'", "torch.autocast"]),
     (
         "y = y.half().masked_fill(y > 0, -1e9)",
@@ -160,7 +186,7 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize("line, kind, words", FAILURES, ids=[kind for _, kind, _ in FAILURES])
+@pytest.mark.parametrize("line, kind, words", FAILURES, ids=[line for line, _, _ in FAILURES])
 def test_an_exception_has_a_culprit_and_the_scripts_own_frames(line, kind, words, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(FAILS).lstrip().format(line=line))
     done = subprocess.run(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -287,6 +288,18 @@ def test_seconds_are_those_of_an_iteration():
     (row,) = record.calls
     assert record.iterations == 1 and record.seconds == row.seconds > 0.0
     assert f"1 iteration: {in_seconds(row.seconds)} in operators each" in str(record)
+
+
+@pytest.mark.parametrize("wait", [time.sleep, lambda seconds: threading.Event().wait(seconds)], ids=["sleep", "wait"])
+def test_what_other_jobs_take_is_no_time_of_an_operator(wait):
+    def is_kept_waiting(x: torch.Tensor) -> torch.Tensor:
+        wait(0.25)
+        return x + 1
+
+    operator = torch.library.custom_op("ampkit_tests::is_kept_waiting", is_kept_waiting, mutates_args=())
+    with ampkit.recording() as record:
+        operator(torch.ones(4))
+    assert "is_kept_waiting" in str(record) and record.seconds < 0.2
 
 
 def test_a_copy_inside_of_a_product_is_a_part_of_it():

@@ -58,6 +58,37 @@ def integers_that_are_read():
     return iteration
 
 
+def a_penalty_in_float64():
+    weight, gradient = nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64).double()
+
+    def iteration():
+        wide = weight.double()
+        (wide @ wide.T).backward(gradient)  # here
+
+    return iteration
+
+
+def a_model_in_float64():
+    model, x, gradient = nn.Linear(64, 64).double(), torch.randn(8, 64).double(), torch.ones(8, 64).double()
+
+    def iteration():
+        model(x).backward(gradient)  # here
+
+    return iteration
+
+
+def positions_in_float64():
+    weight, positions = torch.randn(64, 64), torch.linspace(0, 1, 64, dtype=torch.float64)
+    return lambda: weight * positions  # here
+
+
+def products_in_float32_and_in_float64():
+    x, y = torch.randn(64, 64), torch.randn(64, 64).double()
+    return lambda: (x @ x, y @ y)
+
+
+#: What makes float64 is before the line, which computes in it.
+FLOAT64 = "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
 # case: what is found, and what to change
 ADVICE = {
     a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
@@ -65,6 +96,13 @@ ADVICE = {
     integers_that_are_read: (
         "item reads 9 numbers an iteration",
         "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps",
+    ),
+    a_penalty_in_float64: ("matmul computes in float64", FLOAT64),
+    a_model_in_float64: ("linear computes in float64", FLOAT64),
+    positions_in_float64: ("mul computes in float64", FLOAT64),
+    products_in_float32_and_in_float64: (
+        "every matrix product computes in float32 or float64",
+        'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
     ),
     all_in_float32: (
         "every matrix product computes in float32",

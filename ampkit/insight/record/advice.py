@@ -24,7 +24,9 @@ def _float32_products(record: Rows) -> Iterator[Advice]:
     share = sum(map(record.share_of_flops, rows))
     if record.lower_precision is None and share > _LEAST:
         change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
-        yield Advice(share / 2, "", "every matrix product computes in float32", change)
+        has_float64 = any(row.flops and row.dtype is torch.float64 for row in record.calls)
+        found = "every matrix product computes in float32" + " or float64" * has_float64
+        yield Advice(share / 2, "", found, change)
         return
     for (function, reason), own in _alike(rows, lambda row: (row.function, _forward_reason(record, row))):
         share = sum(map(record.share_of_flops, own))
@@ -51,9 +53,8 @@ def _instead_of_float32(function: str, reason: str) -> str:
     if "region" in reason:
         return "end the region before it, or leave it out"
     if "promoted" in reason:
-        return (
-            f"cast what promotes it to the other's dtype, x.to(y.dtype): {reason.partition(' by ')[2] or 'an argument'}"
-        )
+        cause = reason.partition(" by ")[2] or "an argument"
+        return f"cast what promotes it to the other's dtype, x.to(y.dtype): {cause}"
     if reason.startswith("cast inside"):
         return "torch casts in it; for attention, the fused kernels do not, and on the CPU they need dropout_p=0"
     if "row " in reason:
@@ -77,9 +78,8 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     often = [cast for cast in record.casts if cast[1] > 1.5]
     if often:
         name, number, _ = max(often, key=lambda cast: cast[1] * cast[2])
-        size = (
-            sum(number * bytes_of_one for _, number, bytes_of_one in often) * record.iterations / 2
-        )  # could be left out
+        # Half of them could be left out.
+        size = sum(number * bytes_of_one for _, number, bytes_of_one in often) * record.iterations / 2
         written, took = (sum(getattr(row, name) for row in record.calls) for name in ("bytes_cast", "cast_seconds"))
         found = f"{len(often)} weights are cast more than once an iteration ({name!r} {number:.0f} times)"
         change = 'ampkit.keep_casts(model) around the calls casts them once; "O2" stores them in lower precision'

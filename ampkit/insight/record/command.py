@@ -34,9 +34,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if arguments.iterations < 1 or arguments.skip < 0:
         print("ampkit record: expected --iterations of at least 1 and --skip of at least 0.", file=sys.stderr)
         return 2
-    paths = [
-        path and path.resolve() for path in (arguments.json, arguments.html)
-    ]  # before the script changes its folder
+    # Before the script changes its folder.
+    paths = [path and path.resolve() for path in (arguments.json, arguments.html)]
     script, code = _Script(arguments.skip, arguments.iterations), 0
     try:
         with suppress(Enough), script:
@@ -46,10 +45,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     record = script.record
     if record is None or not record.calls:
         if code == 0:
-            print(
-                f"ampkit record: the script ended before the {arguments.skip + 1}. step of an optimizer.",
-                file=sys.stderr,
-            )
+            ended = f"the script ended before the {arguments.skip + 1}. step of an optimizer"
+            print(f"ampkit record: {ended}.", file=sys.stderr)
         return code or 1
     if is_rank_zero():
         print(record)

@@ -6,11 +6,12 @@ torch.autocast by their lines, ``keep_fp32=`` of live sessions, and dtypes of th
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,36 @@ _NAMES_IN_AUTOCAST = {
 _EXACT = (torch.float64, torch.complex64, torch.complex128)
 
 
-class _Region(NamedTuple):
+class Region(NamedTuple):
     """A region of torch.autocast, or of ampkit's around a forward, and the line that begins it."""
 
     enabled: bool
+    dtype: torch.dtype | None  # of torch.autocast
     site: Site | None
+
+
+class Regions:
+    """Knows the ``innermost`` region of each thread while its patches are in place, from `watch` to the end of ``patches``."""
+
+    def __init__(self) -> None:
+        self._of_threads: dict[int, list[Region]] = {}
+
+    def watch(self, patches: PatchSet) -> None:
+        for owner in (autocast_mode.autocast, state.Region):
+            patches.set(owner, "__enter__", telling_first(owner.__enter__, self._enter))
+            patches.set(owner, "__exit__", telling_first(owner.__exit__, self._leave))
+
+    @property
+    def innermost(self) -> Region | None:
+        return next(reversed(self._of_threads.get(threading.get_ident(), [])), None)
+
+    def _enter(self, region: Any) -> None:
+        found = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
+        self._of_threads.setdefault(threading.get_ident(), []).append(found)
+
+    def _leave(self, *_: Any) -> None:
+        if regions := self._of_threads.get(threading.get_ident()):  # empty for one that began before
+            regions.pop()
 
 
 class Argument(NamedTuple):
@@ -54,23 +80,8 @@ class Argument(NamedTuple):
     name: str
 
 
-class Reasons:
-    """Answers `why` while its patches are in place, from `watch` to the end of ``patches``."""
-
-    def __init__(self) -> None:
-        self._regions: dict[int, list[_Region]] = {}  # by thread
-
-    def watch(self, patches: PatchSet) -> None:
-        for owner in (autocast_mode.autocast, state.Region):
-            patches.set(owner, "__enter__", telling_first(owner.__enter__, self._enter))
-            patches.set(owner, "__exit__", telling_first(owner.__exit__, self._leave))
-
-    def _enter(self, region: Any) -> None:
-        self._regions.setdefault(threading.get_ident(), []).append(_Region(region._enabled, look()[0]))
-
-    def _leave(self, *_: Any) -> None:
-        if regions := self._regions.get(threading.get_ident()):  # empty for one that began before the recording
-            regions.pop()
+class Reasons(Regions):
+    """Answers `why`."""
 
     def why(
         self,
@@ -83,7 +94,7 @@ class Reasons:
         """Why ``function``, by its public name, computes in ``dtype``, called inside of ``running`` modules."""
         if dtype in _EXACT:
             return "as given"
-        engine, region = active_casting(), next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
+        engine, region = active_casting(), self.innermost
         is_on = self._is_cast_here(engine, region)
         rule, name = _rule(engine, function), function.rpartition(".")[2]
         decides = is_on and rule is not None and rule.kind in _DECIDING
@@ -110,7 +121,7 @@ class Reasons:
         return "cast inside of it" if was_cast and not mixed else "as given"
 
     @staticmethod
-    def _is_cast_here(engine: Casting | None, region: _Region | None) -> bool:
+    def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
         """torch.autocast's own state is off while an operator runs below it."""
         if engine is None or region is not None:
             return engine is not None and region.enabled
@@ -137,15 +148,8 @@ def _kept_by(running: Iterable[nn.Module]) -> str | None:
 
 def _is_wrapped() -> bool:
     """Whether a wrapper of the casting engine stands between the operator and the script's line."""
-    frame: types.FrameType | None = sys._getframe().f_back
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_WRAPPERS):
-            return True
-        if not file.startswith((_PACKAGE, _TORCH)):
-            return False
-        frame = frame.f_back
-    return False
+    below = itertools.takewhile(lambda file: file.startswith((_PACKAGE, _TORCH)), _files_that_run())
+    return any(file.startswith(_WRAPPERS) for file in below)
 
 
 def _autocast_has(name: str, dtype: torch.dtype) -> bool:
@@ -155,10 +159,16 @@ def _autocast_has(name: str, dtype: torch.dtype) -> bool:
 
 def called_by_ampkit() -> bool:
     """Whether code of ampkit calls the operator, beneath which the mode and torch's frames stand."""
-    frame: types.FrameType | None = sys._getframe().f_back
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
+    caller = next((file for file in _files_that_run() if not file.startswith((_TORCH, *_BETWEEN))), "")
+    return caller.startswith(_PACKAGE)
+
+
+def _files_that_run() -> Iterator[str]:
+    """Those of the Python stack, from the innermost frame."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame.f_code.co_filename
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _table(rule: Any) -> str:

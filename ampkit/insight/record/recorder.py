@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import torch
@@ -108,9 +108,9 @@ class Recorder(Watch):
             return call()
         is_empty, is_cast, formula = _facts(call.op)
         begin = self._event()
-        start = perf_counter()
+        start = thread_time()  # in which other jobs of the machine have no part
         out = call()
-        seconds = perf_counter() - start
+        seconds = thread_time() - start
         read, made = call.inputs(), tensors_in(out)
         if not read and (not made or is_empty):  # marks of the profiler, and memory
             return out

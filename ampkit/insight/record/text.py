@@ -43,17 +43,9 @@ def _calls(record: Rows) -> list[str]:
     for row in shown:
         flops = f"{record.share_of_flops(row):.0%}" if row.flops else ""
         cast = in_bytes(row.bytes_cast / record.iterations) if row.bytes_cast else ""
-        rows.append(
-            (
-                f"{record.share_of_time(row):.0%}",
-                flops,
-                cast,
-                _line(row.site),
-                _cut(function_of(row), 19),
-                f"{dtypes(row.dtypes_in)} -> {dtypes(row.dtypes_out)}".strip("-> "),
-                why(row),
-            )
-        )
+        precision = f"{dtypes(row.dtypes_in)} -> {dtypes(row.dtypes_out)}".strip("-> ")
+        figures = f"{record.share_of_time(row):.0%}", flops, cast
+        rows.append((*figures, _line(row.site), _cut(function_of(row), 19), precision, why(row)))
     lines = [_cut(line, WIDTH) for line in columns(rows, right=(0, 1, 2))]
     if len(shown) < len(calls):
         lines.append(f"... and {len(calls) - len(shown)} more rows: record.calls has all, and their modules")
