@@ -27,7 +27,7 @@ _library = dispatch().library
 _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 
 #: Elements of a weight whose gradients are worth it.
-_LARGE = 4096
+LARGE = 4096  # elements
 
 
 def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -37,7 +37,7 @@ def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     sizes = sum(size > 1 for size in param.shape)
     is_plain = _library is not None and type(param) is torch.nn.Parameter and (dtype or param.dtype) is torch.float32
-    return is_plain and sizes > 1 and param.numel() >= _LARGE
+    return is_plain and sizes > 1 and param.numel() >= LARGE
 
 
 def take_narrow_gradients(params: Iterable[Tensor], undo: Undo) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..casting.narrow_gradients import LARGE
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
@@ -353,8 +354,8 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         beside = _bytes_beside(seen.as_it_is, models, optimizers)
         table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", beside))
     table += [_row(level, one, "dynamic" if level in ("O1", "O2") else "none") for level, one in levels.items()]
-    if len(optimizers) == 1 and (alone := _alone(models, optimizers[0])) is not None:
-        table.append(alone)
+    if len(optimizers) == 1:
+        table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
@@ -364,6 +365,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
+        *(("gradients", words) for words in _wide_gradients(levels["O5"].optimizers)),
         *(("not trained", reason) for reason in standing),
         ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or [none]),
@@ -396,15 +398,26 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
     return (own + sum(2 * param.nbytes for param in beside)) / sum(param.numel() for param in trained)
 
 
-def _alone(models: Sequence[nn.Module], optimizer: Any) -> tuple[str, ...] | None:
-    """ampkit's optimizer with moments in 8 bits, without a level; None where it computes something else."""
+def _wide_gradients(at_o5: Sequence[OptimizerRow]) -> Iterator[str]:
+    """Why bytes at O5 may be those of O1: matrices that are too small for a gradient in lower precision."""
+    narrow = sum(one.parameters * (4 - one.bytes_per_parameter["gradients"]) / 2 for one in at_o5)
+    if narrow < 0.95 * (total := sum(one.parameters for one in at_o5)):
+        yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"
+
+
+def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:
+    """ampkit's optimizer with moments in 8 bits, at O5 and without a session; nothing where it computes something else."""
     lower = {param.dtype for param in params_of(optimizer)}.intersection(LOWER_PRECISION)
     if "int8" not in optimizers_for(optimizer) or torch.float16 in lower:
-        return None
-    settings = {"state_dtype": "int8", **({"rounding": "stochastic"} if lower else {})}
-    row = _row("alone", explain(models, fused(optimizer, **settings)), "none")
-    words = ", ".join(f'{name}="{value}"' for name, value in settings.items())
-    return (row[0], row[1], row[2].replace(": its own", f"({words})"), *row[3:])
+        return []
+    own = fused(optimizer, state_dtype="int8")
+    words = f'{type(own).__name__}(state_dtype="int8")'
+    at_o5, alone = (
+        _row(name, explain(models, own, opt_level=level), "none")
+        for name, level in (("O5, int8", "O5"), ("no level", None))
+    )
+    weights = f"{alone[1]} + 16-bit rest" if lower else alone[1]
+    return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
 
 
 def _step(row: OptimizerRow) -> str:

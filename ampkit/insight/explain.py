@@ -264,12 +264,18 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         masters=masters,
         step=step,
         reason=reason,
-        bytes_per_parameter=_bytes(optimizer, stored, set(mastered), treatment),
+        bytes_per_parameter=_bytes(
+            optimizer, stored, set(mastered), set(lowered if has_rests else mastered), treatment
+        ),
     )
 
 
 def _bytes(
-    optimizer: Any, stored: dict[Tensor, torch.dtype], mastered: set[Tensor], treatment: Treatment
+    optimizer: Any,
+    stored: dict[Tensor, torch.dtype],
+    mastered: set[Tensor],
+    with_rests: set[Tensor],
+    treatment: Treatment,
 ) -> dict[str, float]:
     total = max(1, sum(param.numel() for param in stored))
     # float16 cannot hold every unscaled gradient.
@@ -277,7 +283,7 @@ def _bytes(
     sums: Any = Counter(weights=0, rests=0, gradients=0, state=0)
     for param, dtype in stored.items():
         sums["weights"] += param.numel() * dtype.itemsize
-        sums["rests"] += param.numel() * 2 * (param in mastered)
+        sums["rests"] += param.numel() * 2 * (param in with_rests)
         gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
         if treatment.plan.has_narrow_gradients and is_large(param, dtype):
             gradient_dtype = treatment.plan.lower_precision
@@ -297,7 +303,7 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
     is_narrow = storage is not None and storage.is_narrow and param.dtype in CASTABLE
     state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
     if state:
-        values = [value for name, value in state.items() if is_live or name != "rest"]  # a session has rests of its own
+        values = [value for name, value in state.items() if name != "rest"]  # counted beside the weight
         large = [one for one in tensors_in(values) if one.numel() > 1 or param.numel() == 1]
         dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
         return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))

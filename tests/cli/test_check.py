@@ -85,6 +85,9 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     for level, weights in (("O2", "bfloat16 + 16-bit rest"), ("O5", "float32")):
         assert weights in row(lines, level) and "AdamW: one pass" in row(lines, level)
         assert "14.0" in row(lines, level)
+    # 4 + 2 + 2.03, and 2 more for 1.7%: 8.06; and 4 + 4 + 2.03 where nothing makes gradients narrow.
+    assert row(lines, "O5, int8").split()[-2:] == ["8.1", "none"]
+    assert row(lines, "no level").split()[-2:] == ["10.0", "none"]
     # Seven layers, in two forwards of three iterations.
     assert row(lines, "cast").startswith("to lower precision linear 42x, matmul 3x; to float32 layer_norm 18x")
     assert row(lines, "kept float32") == "at O2 3x a vector (layers.0-2); 3x a norm (layers.0-2.norm)"
@@ -97,6 +100,20 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     assert "257 in head, __matmul__: pad to 264 (25%" in shapes
     assert row(lines, "mistake") == "none seen"
     assert len(lines) - 4 <= 17
+
+
+def test_small_matrices_are_named_where_o5_takes_what_o1_takes(check):
+    """Of 72 * 64 + 64 + 64 * 8 + 8 elements the 4,608 of one matrix have gradients of 2 bytes: 89%."""
+    _, lines = check("""
+model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8))
+optimizer = torch.optim.Adam(model.bfloat16().parameters())
+for _ in range(3):
+    model(torch.randn(8, 72).bfloat16()).sum().backward()
+    optimizer.step()
+""")
+    assert row(lines, "gradients").startswith("at O5 2 bytes for 89% of the elements: for matrices with at least 4,096")
+    # Weight, rest and gradient 2 each, and two moments of 1 byte.
+    assert row(lines, "no level").split() == 'bfloat16 + 16-bit rest FusedAdam(state_dtype="int8") 8.0 none'.split()
 
 
 AUTOCAST = """
