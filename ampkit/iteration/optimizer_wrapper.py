@@ -249,7 +249,9 @@ class OptimizerWrapper:
             raise
         try:
             with nullcontext() if way.is_one_kernel and not hooked else _casting_disabled():
-                result = way.step(self, step, flag, hooked)
+                in_step = way.in_step(self, flag)
+                with self.between_hooks(in_step) if hooked else in_step:
+                    result = step()
             self.end_step()
             return result
         except BaseException as error:
