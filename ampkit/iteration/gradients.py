@@ -32,16 +32,18 @@ class Slot:
     """One parameter, and where its gradient is: unscaled in ``param.grad`` after a block, in ``stash`` while another one is open.
 
     ``entry`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
-    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
+    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter. ``weight`` is the stored weight while
+    ``param`` is float32, in a step over stand-ins.
     """
 
-    __slots__ = ("__weakref__", "entry", "owners", "param", "stash")
+    __slots__ = ("__weakref__", "entry", "owners", "param", "stash", "weight")
 
     def __init__(self, param: torch.Tensor, entry: Float32Value | None = None) -> None:
         self.param = param
         self.entry = entry
         self.owners = 0
         self.stash: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
+from .stand_ins import are_in_place, in_float32, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
@@ -65,7 +65,6 @@ class OptimizerWrapper:
         self.has_lent = False  # master_params was asked for
         try:
             self._know_params(params_of(optimizer))
-            self.stand_ins = StandIns(optimizer, self.gradients)
             self._patches.set(optimizer, WRAPPER_KEY, self)
             for name, method in (
                 ("step", self._step),
@@ -201,7 +200,7 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
+        if are_in_place(self.gradients):  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
@@ -312,7 +311,7 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
-        if self.stand_ins.are_in_place or self.traits.takes_rests:
+        if are_in_place(self.gradients) or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
             begin_step(self.optimizer())
@@ -378,7 +377,7 @@ class OptimizerWrapper:
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
         self.one_pass.known_counts.clear()
-        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
+        with nullcontext() if self.traits.takes_rests else in_float32(self.gradients, writes=False):
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
@@ -386,7 +385,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
+        if not (self.gradients.state is State.IN_BLOCK or are_in_place(self.gradients)):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this
