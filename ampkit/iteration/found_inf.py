@@ -21,7 +21,7 @@ from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, on
-from ..sharding import highest, local
+from ..sharding import are_several_processes, highest, local
 from .reach import are_still, seen
 
 Slot = Any  # of gradients.py, which imports this module
@@ -426,8 +426,7 @@ class Findings:
             return False
         if gradients.process_groups:
             return True
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
+        if are_several_processes() and owner.scaling.ddp() is None:
             return False
         if self._judged is None:
             return False

@@ -242,7 +242,7 @@ class OptimizerWrapper:
                     flag = found.flag
                 elif way.skips_on_device or findings.skipped:
                     findings.report()
-                    return self.skip()
+                    return self.end_step(skipped=True)
         except BaseException:  # a script that saves its model now saves statistics without this batch
             self.owner.statistics.keep_finite()
             raise
@@ -332,30 +332,22 @@ class OptimizerWrapper:
             self.findings.mark_checked(norm)
         return norm.reshape(())
 
-    def end_step(self) -> None:
-        """After a step that was taken."""
+    def end_step(self, skipped: bool = False) -> None:
+        """After a step that was taken, or in the place of one, for gradients that are not finite."""
+        optimizer = self.optimizer()
         if self.gradients.clipping.pending is not None:
             self.gradients.clipping.end_step()
-        if self.gradients.stored:
+        if self.gradients.stored and not skipped:
             self.gradients.stored[0].entry.loans.lend_again()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()
-        if not isinstance(self.optimizer(), torch.optim.Optimizer):  # else torch has called what drops them
+        if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()
-        if listeners:
-            end_step(self.optimizer())
-
-    def skip(self) -> None:
-        """In the place of a step, for gradients that are not finite."""
-        self.gradients.clipping.end_step()
-        if self.owner.statistics.changed:
-            self.owner.statistics.keep_finite()
-        drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
-        if getattr(self.optimizer().step, "_wrapped_by_lr_sched", False):
-            self.optimizer()._opt_called = True
+        if skipped and getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+            optimizer._opt_called = True
         if listeners:
-            end_step(self.optimizer(), skipped=True)
+            end_step(optimizer, skipped)
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)

@@ -139,10 +139,10 @@ def step_evaluating_again(
                 target.copy_(value)
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
-        gradients.clipping.end_step()
         if isinstance(error, ClosureError):
+            gradients.clipping.end_step()
             raise
-        wrapper.skip()
+        wrapper.end_step(skipped=True)
         return loss
     wrapper.end_step()
     return result
