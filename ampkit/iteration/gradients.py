@@ -425,7 +425,9 @@ class Gradients:
         own, clipped = [], []
         for slot in self.slots:
             if (gradient := slot.gradient) is not None:
-                is_to_clip = clip is not None and slot.entry is not None and slot.weight is None  # a stand-in's is clipped
+                is_to_clip = (
+                    clip is not None and slot.entry is not None and slot.weight is None
+                )  # a stand-in's is clipped
                 (clipped if is_to_clip else own).append(values_of(gradient))
         norms = [norm for norm in (norm_of(own), norm_of(clipped)) if norm is not None]
         if clipped:

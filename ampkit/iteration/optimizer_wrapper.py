@@ -369,7 +369,7 @@ class OptimizerWrapper:
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
         self.one_pass.known_counts.clear()
-        with nullcontext() if self.traits.takes_rests else in_float32(self.gradients, writes=False):
+        with nullcontext() if self.traits.takes_rests else in_float32(self.gradients, has_values=False):
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:

@@ -27,24 +27,24 @@ def are_in_place(gradients: Gradients) -> bool:
 
 
 @contextmanager
-def in_float32(gradients: Gradients, writes: bool = True) -> Iterator[None]:
-    """Have parameters of stored weights be float32 inside. What becomes of them goes to the weights where the block ``writes``."""
+def in_float32(gradients: Gradients, has_values: bool = True) -> Iterator[None]:
+    """Have parameters of stored weights be float32 inside; what becomes of their values, if they have any, goes to the weights."""
     if not gradients.stored or are_in_place(gradients):
         yield
         return
     try:
-        put_in(gradients)
+        put_in(gradients, has_values)
         yield
-        if writes:
+        if has_values:
             put_into_weights(gradients)
     finally:
         take_out(gradients)
 
 
 @torch.no_grad()
-def put_in(gradients: Gradients) -> None:
+def put_in(gradients: Gradients, has_values: bool = True) -> None:
     """Put stand-ins in the places of the weights, with values and gradients as they are in the model."""
-    slots, found = gradients.stored, gradients.in_float32()
+    slots, found = gradients.stored, gradients.in_float32() if has_values else {}
     for slot in slots:
         slot.entry.loans.end(slot.entry)
         slot.entry.move_rest_beside(slot.param)
@@ -52,7 +52,8 @@ def put_in(gradients: Gradients) -> None:
         nn.Parameter(torch.empty_like(slot.param, dtype=torch.float32), slot.param.requires_grad) for slot in slots
     ]
     values = [stand_in.detach() for stand_in in stand_ins]
-    kernels.multi_tensor_join([slot.param for slot in slots], [slot.entry.rest for slot in slots], values)
+    if has_values:
+        kernels.multi_tensor_join([slot.param for slot in slots], [slot.entry.rest for slot in slots], values)
     for slot, stand_in in zip(slots, stand_ins):
         stand_in.grad = found.get(slot)
         slot.weight = stand_in
