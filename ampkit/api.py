@@ -70,8 +70,9 @@ def initialize(
       layer's parameter names the layer. Any other parameter is stored in float32, and calls cast it as at O1.
     - ``master_weights``: whether weights in lower precision train in float32. The float32 value of a weight is the weight and a
       rest of 16 bits beside it. With Adam that is 14 bytes per parameter in bfloat16, and 16 in float16, whose gradient is float32.
-    - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
-      between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
+    - ``loss_scale``: ``"dynamic"``, a `DynamicLossScale`, or a number, best a power of two: any other rounds bfloat16 gradients of
+      stored weights once more (O2). ``num_losses`` scalers are made. A dynamic scale stays between ``min_loss_scale`` (2**-14) and
+      ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
     - ``lower_precision_weights``: how weights that come in float16 or bfloat16 train until the session closes. ``"float32"``
       trains them in float32 (O3 leaves them), ``"keep"`` leaves them in their dtype, and ``"refuse"`` is an error.

@@ -7,7 +7,6 @@ nothing has been touched when it raises.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +16,7 @@ import torch
 
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
-from .iteration.loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
+from .iteration.loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale, is_positive
 from .policy import Policy
 
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
@@ -251,10 +250,6 @@ def _integer(least: int) -> _Setting:
     return _expect(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _take_loss_scale(value: Any) -> Any:
     if isinstance(value, DynamicLossScale) or value == "dynamic":
         return DynamicLossScale() if value == "dynamic" else value
@@ -262,7 +257,7 @@ def _take_loss_scale(value: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         return _REFUSED
-    return number if 0 < number < math.inf and not isinstance(value, bool) else _REFUSED
+    return number if is_positive(number) and not isinstance(value, bool) else _REFUSED
 
 
 def _take_keep_fp32(value: Any) -> Any:
@@ -273,7 +268,7 @@ def _take_keep_fp32(value: Any) -> Any:
 
 _BOOL = _expect(lambda value: isinstance(value, bool), "True or False")
 _BOUND = _Setting(
-    lambda value: float(value) if _is_number(value) else _REFUSED,
+    lambda value: float(value) if is_positive(value) else _REFUSED,
     "a positive, finite number",
     "Sums over a batch may need scales below 1; 0 is no scale.",
 )

@@ -170,8 +170,8 @@ class Session:
         if plan.casts_calls:
             self._start_casting()
         self._forget_traces()
-        if plan.stores_weights:
-            note_weights()
+        for model in models if plan.stores_weights else ():
+            note_weights(model)
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
             state.update(cast)
@@ -351,7 +351,7 @@ class Session:
         if sync_weights(model, self._left_as[model]):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         if self.plan.stores_weights and torch.distributed.is_available() and torch.distributed.is_initialized():
-            note_weights()
+            note_weights(model)
         if self.casting is not None:
             self._cast_where_it_is(model)
             self.casting.catch_up()

@@ -37,6 +37,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def are_several_processes() -> bool:
+    """Whether this process is one of several of a job."""
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_there and torch.distributed.get_world_size() > 1
+
+
 def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
     """The process groups over which these tensors lie, each once: one for each dimension of each mesh."""
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))

@@ -166,7 +166,8 @@ def _refuse_weights(
     trained = {param for optimizer in optimizer_list for param in params_of(optimizer)}
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_quantised(model, trained, plan, _refuse_unfit_tensors(model, recast, plan))
+            _refuse_unfit_tensors(model, recast, plan)
+            _refuse_quantised(model, trained, plan)
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -307,9 +308,9 @@ def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
         )
 
 
-def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Plan) -> str:
-    """Refuse tensors without values and second lower precisions; returns what came in lower precision first, or ""."""
-    found, precision = "", None
+def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Plan) -> None:
+    """Refuse tensors without values and second lower precisions."""
+    first: tuple[str, torch.dtype] | None = None
     named = [(f"Parameter {name!r}", param) for name, param in model.named_parameters()]
     for name, tensor in (*named, *((f"Buffer {name!r}", buffer) for name, buffer in model.named_buffers())):
         if tensor.is_meta and plan.casts_weights:
@@ -328,17 +329,16 @@ def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Pla
                 f"{name} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
                 "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
             )
-        precision = precision or tensor.dtype
-        found = found or f"{name} is {precision}"
-        if tensor.dtype is not precision and plan.lower_precision_weights == "float32" and plan.casts_weights:
+        first = first or (name, tensor.dtype)
+        if tensor.dtype is not first[1] and plan.lower_precision_weights == "float32" and plan.casts_weights:
             raise ConfigurationError(
-                f"{found} and {name} is {tensor.dtype}: initialize() takes models in one lower "
+                f"{first[0]} is {first[1]} and {name} is {tensor.dtype}: initialize() takes models in one lower "
                 "precision, float32 parts beside it. Call model.float() first, which loses nothing, or load it with one dtype."
             )
-    return found
 
 
-def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, in_lower_precision: str) -> None:
+def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan) -> None:
+    """Refuse weights that would be stored or trained, and hold no floating-point values. Integers of more bytes are left alone."""
     lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
@@ -346,8 +346,6 @@ def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, 
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
         if plan.casts_weights and (lowers_all or param in trained) and is_of_wrapper_class(param):
             raise _unfit(f"Parameter {name!r} is a {type(param).__name__}, which stores its values in its own way")
-        if plan.casts_weights and in_lower_precision and not (param.is_floating_point() or param.is_complex()):
-            raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {in_lower_precision}")
 
 
 def is_of_wrapper_class(param: torch.Tensor) -> bool:
@@ -358,9 +356,9 @@ def is_of_wrapper_class(param: torch.Tensor) -> bool:
 
 def _unfit(found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Leave it out of the "
-        "optimizer: every level but O3 then leaves such weights as they are. Or load the model without quantisation, or make "
-        "it a buffer (register_buffer) if it is no weight."
+        f"{found}: initialize() expects floating-point weights, and cannot train quantised ones. Leave it out of the optimizer: "
+        "every level but O3 then leaves such weights as they are. Or load the model without quantisation, or make it a buffer "
+        "(register_buffer) if it is no weight."
     )
 
 

@@ -96,7 +96,7 @@ class GradScaler(TorchGradScaler):
         self._stepped.add(id(optimizer))
         if found is not None and found.overflowed:
             wrapper.findings.of_step = found
-            wrapper.skip()
+            wrapper.end_step(skipped=True)
             return None
         if found is not None:
             wrapper.findings.mark_checked(found.flag)

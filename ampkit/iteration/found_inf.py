@@ -21,7 +21,7 @@ from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, on
-from ..sharding import highest, local
+from ..sharding import are_several_processes, highest, local
 from .reach import are_still, seen
 
 Slot = Any  # of gradients.py, which imports this module
@@ -222,90 +222,60 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf |
     params, inputs, outputs, is_in_place = [], [], [], True
     for slot, gradient in fresh:
         output = gradient
-        if gradient.layout is not torch.strided:
-            _unscale_sparse(slot, gradient, inv, found)
-            continue
+        dtype = gradient.dtype if slot.entry is None else torch.float32
         if gradient.grad_fn is not None:
-            gradient, output = _put_recorded(slot, gradient, inv)
-            is_in_place = False
+            # After backward(create_graph=True): for autograd too, since a script may differentiate p.grad again.
+            with torch.enable_grad():
+                put_gradient(slot.param, gradient.to(dtype) * on(inv, gradient.device))
+            gradient, output = gradient.detach(), slot.param.grad.detach()
+        elif is_sparse(gradient):  # duplicate indices may add up beyond float16's range
+            output = gradient = gradient.to(dtype).coalesce()
+            put_gradient(slot.param, output)
         elif slot.entry is not None and gradient.dtype is torch.float16:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
-            is_in_place = False
+        is_in_place = is_in_place and output is gradient
         params.append(slot.param)
-        inputs.append(gradient)
-        outputs.append(output)
+        inputs.append(values_of(gradient))
+        outputs.append(values_of(output))
     kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
 
 
 def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
-    """Add fresh gradients to stashed ones: in float32, where the weight's value is float32."""
-    inv = backward.inv
+    """Unscale fresh gradients and add them to stashed ones: in float32, where the weight's value is float32."""
+    apart = [(slot, gradient) for slot, gradient in sums if _is_for_torch(gradient) or _is_for_torch(slot.stash)]
+    if apart:
+        unscale(apart, backward, found)
     params, fresh, stashes, totals = [], [], [], []
     for slot, gradient in sums:
-        if is_sparse(gradient) or is_sparse(slot.stash):
-            _add_sparse(slot, gradient, inv, found)
-            continue
         total = stash = slot.stash
+        slot.stash = None
+        if _is_for_torch(gradient) or _is_for_torch(stash):
+            put_gradient(slot.param, _sum(slot.param.grad, stash, stash.dtype if slot.entry is None else torch.float32))
+            continue
         is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
         if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
             total = torch.empty_like(stash, dtype=torch.float32)
-        slot.stash = None
-        if gradient.grad_fn is not None or stash.grad_fn is not None:
-            gradient, total = _put_recorded(slot, gradient, inv, stash)
-        else:
-            put_gradient(slot.param, total)
+        put_gradient(slot.param, total)
         params.append(slot.param)
         fresh.append(gradient)
         stashes.append(stash)
         totals.append(total)
     flag, first_bad = places_for(found, params)
-    kernels.multi_tensor_axpby(fresh, stashes, totals, inv, 1.0, flag, 0, first_bad)
+    kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
 
 
-def _put_recorded(
-    slot: Slot, gradient: torch.Tensor, inv: Scale, stash: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """After ``backward(create_graph=True)``: unscale ``param.grad`` for autograd too, since a script may differentiate it again.
-
-    Returns what the kernels, of which autograd knows nothing, read and write.
-    """
-    with torch.enable_grad():
-        dtype = gradient.dtype if slot.entry is None else torch.float32
-        total = gradient.to(dtype) * on(inv, gradient.device)
-        if stash is not None:
-            total = total + stash
-    put_gradient(slot.param, total)
-    return gradient.detach(), total.detach()
+def _is_for_torch(gradient: torch.Tensor) -> bool:
+    """Whether no multi-tensor kernel adds it up: a sparse one, or one that autograd has recorded."""
+    return is_sparse(gradient) or gradient.grad_fn is not None
 
 
-# Sparse gradients, which no multi-tensor kernel takes, one by one
-
-
-def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
-    """``gradient`` * ``inv`` becomes the slot's."""
-    # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
-    dtype = slot.param.dtype if slot.entry is None else torch.float32
-    total = gradient.to(dtype).coalesce() * on(inv, gradient.device)
-    if found is not None:
-        finite = torch.isfinite(total._values()).all()
-        found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
-    put_gradient(slot.param, total)
-
-
-def _add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
-    """``gradient`` * ``inv`` is added to the slot's stash. The sum is sparse where both are."""
-    stash, slot.stash = slot.stash, None
-    both = is_sparse(stash) and is_sparse(gradient)
-    _unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
-    fresh = slot.param.grad
-    put_gradient(
-        slot.param, fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
-    )
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if is_sparse(gradient) else gradient
+@torch.enable_grad()
+def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of two gradients, sparse where both are."""
+    if is_sparse(gradient) is not is_sparse(stash):
+        gradient, stash = (one.to_dense() if is_sparse(one) else one for one in (gradient, stash))
+    return gradient.to(dtype) + stash.to(dtype)
 
 
 # From the blocks to the step
@@ -456,8 +426,7 @@ class Findings:
             return False
         if gradients.process_groups:
             return True
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
+        if are_several_processes() and owner.scaling.ddp() is None:
             return False
         if self._judged is None:
             return False

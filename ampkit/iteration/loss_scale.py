@@ -60,9 +60,9 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name, accepted, holds in (
-            ("init_scale", "a positive, finite number", _is_positive),
-            ("growth_factor", "a finite number above 1", lambda value: _is_positive(value) and value > 1),
-            ("backoff_factor", "a number between 0 and 1", lambda value: _is_positive(value) and value < 1),
+            ("init_scale", "a positive, finite number", is_positive),
+            ("growth_factor", "a finite number above 1", lambda value: is_positive(value) and value > 1),
+            ("backoff_factor", "a number between 0 and 1", lambda value: is_positive(value) and value < 1),
             ("growth_interval", "an integer of at least 1", _is_count),
             ("hysteresis", "an integer of at least 1", _is_count),
         ):
@@ -70,7 +70,8 @@ class DynamicLossScale:
                 raise ConfigurationError(f"DynamicLossScale: {name} must be {accepted}, found {getattr(self, name)!r}.")
 
 
-def _is_positive(value: object) -> bool:
+def is_positive(value: object) -> bool:
+    """Whether it is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 
@@ -175,7 +176,7 @@ class LossScaler:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if not _is_positive(value):
+        if not is_positive(value):
             raise ConfigurationError(f"A loss scale must be a positive, finite number, found {value!r}.")
         self._set_by_hand = float(value)
         self._write(scale=float(value))
@@ -466,7 +467,7 @@ def validate_scaler_state(state: object) -> None:
         raise CheckpointError(
             f"A loss scaler's state must be a dict with the keys 'loss_scale' and 'unskipped', found {state!r}."
         )
-    if not _is_positive(state["loss_scale"]) or state["loss_scale"] > torch.finfo(torch.float32).max:
+    if not is_positive(state["loss_scale"]) or state["loss_scale"] > torch.finfo(torch.float32).max:
         raise CheckpointError(
             f"The saved loss scale must be a positive, finite float32, found {state['loss_scale']!r}."
         )

@@ -33,7 +33,7 @@ from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
+from .stand_ins import are_in_place, in_float32, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
@@ -65,7 +65,6 @@ class OptimizerWrapper:
         self.has_lent = False  # master_params was asked for
         try:
             self._know_params(params_of(optimizer))
-            self.stand_ins = StandIns(optimizer, self.gradients)
             self._patches.set(optimizer, WRAPPER_KEY, self)
             for name, method in (
                 ("step", self._step),
@@ -201,7 +200,7 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
+        if are_in_place(self.gradients):  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
@@ -243,13 +242,15 @@ class OptimizerWrapper:
                     flag = found.flag
                 elif way.skips_on_device or findings.skipped:
                     findings.report()
-                    return self.skip()
+                    return self.end_step(skipped=True)
         except BaseException:  # a script that saves its model now saves statistics without this batch
             self.owner.statistics.keep_finite()
             raise
         try:
             with nullcontext() if way.is_one_kernel and not hooked else _casting_disabled():
-                result = way.step(self, step, flag, hooked)
+                in_step = way.in_step(self, flag)
+                with self.between_hooks(in_step) if hooked else in_step:
+                    result = step()
             self.end_step()
             return result
         except BaseException as error:
@@ -310,7 +311,7 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
-        if self.stand_ins.are_in_place or self.traits.takes_rests:
+        if are_in_place(self.gradients) or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
             begin_step(self.optimizer())
@@ -331,30 +332,22 @@ class OptimizerWrapper:
             self.findings.mark_checked(norm)
         return norm.reshape(())
 
-    def end_step(self) -> None:
-        """After a step that was taken."""
+    def end_step(self, skipped: bool = False) -> None:
+        """After a step that was taken, or in the place of one, for gradients that are not finite."""
+        optimizer = self.optimizer()
         if self.gradients.clipping.pending is not None:
             self.gradients.clipping.end_step()
-        if self.gradients.stored:
+        if self.gradients.stored and not skipped:
             self.gradients.stored[0].entry.loans.lend_again()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()
-        if not isinstance(self.optimizer(), torch.optim.Optimizer):  # else torch has called what drops them
+        if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()
-        if listeners:
-            end_step(self.optimizer())
-
-    def skip(self) -> None:
-        """In the place of a step, for gradients that are not finite."""
-        self.gradients.clipping.end_step()
-        if self.owner.statistics.changed:
-            self.owner.statistics.keep_finite()
-        drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
-        if getattr(self.optimizer().step, "_wrapped_by_lr_sched", False):
-            self.optimizer()._opt_called = True
+        if skipped and getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+            optimizer._opt_called = True
         if listeners:
-            end_step(self.optimizer(), skipped=True)
+            end_step(optimizer, skipped)
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
@@ -376,7 +369,7 @@ class OptimizerWrapper:
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
         self.one_pass.known_counts.clear()
-        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
+        with nullcontext() if self.traits.takes_rests else in_float32(self.gradients, has_values=False):
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
@@ -384,7 +377,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
+        if not (self.gradients.state is State.IN_BLOCK or are_in_place(self.gradients)):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this

@@ -11,7 +11,7 @@ import importlib
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ..optimizers.traits import Traits
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
+from .stand_ins import in_float32
 
 Wrapper = Any  # of optimizer_wrapper.py, which imports this module
 
@@ -41,59 +42,42 @@ class Way(NamedTuple):
 
     ``skips_on_device`` says that it is told there of gradients that are not finite; for others the host reads that. So at loss
     scale 1 it looks at its gradients unasked, which costs no more than a norm.
-    ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``step`` gets the wrapper, the
-    optimizer's own step, the flag, and whether the script's hooks run in it.
+    ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``in_step`` gets the wrapper and
+    the flag; the optimizer's own step runs inside of the context that it returns.
     """
 
     name: str
     skips_on_device: bool
     is_one_kernel: bool
-    step: Callable[[Wrapper, Callable[[], Any], Tensor | None, bool], Any]
+    in_step: Callable[[Wrapper, Tensor | None], AbstractContextManager[None]]
 
 
-def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
+@contextmanager
+def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
     """Ours: `StepInputs` say what to heed. Without rests it updates float32 copies of stored weights."""
-    optimizer = wrapper.optimizer()
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        if not wrapper.traits.takes_rests:
-            with wrapper.stand_ins.in_step():
-                yield
-            return
-        if hooked:  # by what may have written to gradients
-            wrapper.settle()
-        optimizer.inputs.rests = {id(slot.param): slot.entry.rest for slot in wrapper.gradients.stored}
-        optimizer.inputs.clip = wrapper.gradients.clipping.pending
-        yield
-
+    optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
-        rests={},
+        rests={id(slot.param): slot.entry.rest for slot in gradients.stored},
+        clip=gradients.clipping.pending,
         found_inf=found_inf,
-        total_norm=wrapper.gradients.total_norm,
-        around=around,
+        total_norm=gradients.total_norm,
         gradient_of=stored_gradient,
     )
     try:
-        return original()
+        with nullcontext() if wrapper.traits.takes_rests else in_float32(gradients):
+            yield
     finally:
         optimizer.inputs = None
 
 
-def _in_one_pass(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
+def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextManager[None]:
     """torch's SGD, Adam and AdamW: the function that they hand their lists to is another one."""
-    in_step = wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
-    with wrapper.between_hooks(in_step) if hooked else in_step:
-        return original()
+    return wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
 
 
-def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], _: Tensor | None, hooked: bool) -> Any:
+def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[None]:
     """Any other: it updates float32 weights, or float32 copies of stored ones."""
-    if not wrapper.gradients.stored:
-        return original()
-    in_step = wrapper.stand_ins.in_step()
-    with wrapper.between_hooks(in_step) if hooked else in_step:
-        return original()
+    return in_float32(wrapper.gradients)
 
 
 OURS = Way("ours in one pass", True, True, _with_inputs)

@@ -20,11 +20,6 @@ from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.routing import NO_BAD, Number, Tensors, number, on, serve
 from ampkit.kernels.split import join, split
 
-# A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
-_PIECE = 1 << 12
-# Outside this range the squares of a piece may have left float32.
-_SAFE_NORM = (1e-12, 1e18)
-
 
 def multi_tensor_scale(
     inputs: Tensors,
@@ -176,23 +171,9 @@ def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_ba
 
 
 def _norms(tensors):
-    """The Euclidean norm of each, in float64."""
+    """The Euclidean norm of each, in float64 where the device has it."""
     flats = [_as_real(x).detach().reshape(-1) if x.numel() else torch.zeros(1, device=x.device) for x in tensors]
-    if flats[0].device.type not in ("cpu", "mps") or torch.compiler.is_compiling():
-        return torch._foreach_norm(flats, 2, dtype=torch.float64)
-    return [_norm_in_pieces(flat) for flat in flats]
-
-
-def _norm_in_pieces(flat):
-    """Float64 takes a CPU ten times as long: only for float64 itself, and where squares of a piece may not fit into float32."""
-    wide = torch.float32 if flat.device.type == "mps" else torch.float64
-    whole = len(flat) // _PIECE * _PIECE
-    rows = [part for part in (flat[:whole].view(-1, _PIECE), flat[whole:].view(1, -1)) if part.numel()]
-    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=compute_dtype(flat)) for part in rows]).to(wide)
-    low, high = _SAFE_NORM
-    if wide is torch.float64 and not ((norms > low) & (norms < high)).all():
-        return torch.linalg.vector_norm(flat, dtype=wide)
-    return norms.square().sum().sqrt()
+    return torch._foreach_norm(flats, 2, dtype=torch.float32 if flats[0].device.type == "mps" else torch.float64)
 
 
 def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,8 +40,7 @@ class StepInputs:
     ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
     (`ampkit.kernels.split`). None is for an optimizer without a session, which keeps its own. ``gradient_of`` reads a gradient.
     Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
-    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them. ``around`` is entered where the update
-    begins, between the hooks that a script has put before and after the step: they may read and write gradients and weights.
+    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
 
     rests: Mapping[int, torch.Tensor] | None = None
@@ -49,7 +48,6 @@ class StepInputs:
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     total_norm: Callable[[], torch.Tensor | None] | None = None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
     gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
 
 
@@ -237,13 +235,12 @@ class FusedOptimizer(KeepsState):
         if given is None:
             self.inputs = _inputs_of_grad_scaler(self)
         try:
-            with (self.inputs or _NOTHING).around():
-                self.judge(self.param_groups)
-                self.update_groups()
-                self._end_step()
-                if self.step_in_backward:  # it took what no hook has: sums, and what was frozen when hooks were set
-                    self.zero_grad(set_to_none=True)
-                    self._hooks.follow(self)
+            self.judge(self.param_groups)
+            self.update_groups()
+            self._end_step()
+            if self.step_in_backward:  # it took what no hook has: sums, and what was frozen when hooks were set
+                self.zero_grad(set_to_none=True)
+                self._hooks.follow(self)
         finally:
             self.inputs = given
         return loss

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
-from ..sharding import is_sharded
+from ..sharding import are_several_processes, is_sharded
 from .scales import on
 
 
@@ -84,7 +84,7 @@ class BackwardHooks:
         group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), None)
         if group is None:  # a script has taken it out
             return
-        if _is_one_of_several():
+        if are_several_processes():
             raise RuntimeError(
                 f"{type(optimizer).__name__}(step_in_backward=True) runs on one process: on several, gradients are averaged after "
                 "it has stepped. Leave it out, and shard the model to save memory: torch.distributed.fsdp.fully_shard."
@@ -130,19 +130,11 @@ def _refuse_sums(optimizer: Any) -> None:
                 "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
                 "model.set_requires_gradient_sync(False) for all micro-batches but the last."
             )
-    if _is_one_of_several() and any(True for _ in _lower(optimizer)):
+    if are_several_processes() and any(True for _ in _lower(optimizer)):
         raise RuntimeError(
             f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the parameters "
             "only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
         )
-
-
-def _is_one_of_several() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
 
 
 def _trained(optimizer: Any) -> Iterator[Tensor]:

@@ -268,7 +268,6 @@ UNFIT = {
     "a buffer in another one": (mixed_buffer, ("Buffer 'shift'", "torch.float16", "torch.bfloat16")),
     "an int8 weight": (lambda: with_int8_weight(born(torch.bfloat16)), ("'last.weight'", "torch.int8", "quantised")),
     "an int8 weight in float32": (lambda: with_int8_weight(Net()), ("'last.weight'", "torch.int8", "quantised")),
-    "integers": (lambda: with_table(born(torch.float16)), ("'table'", "torch.int64", "register_buffer")),
 }
 
 
@@ -289,10 +288,22 @@ def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
     assert [(p.dtype, p.data_ptr()) for p in model.parameters()] == before
 
 
-def test_a_table_of_integers_in_a_float32_model_is_left_alone():
-    model = with_table(Net())
-    ampkit.initialize(model, opt_level="O2", verbosity=0)
-    assert model.table.dtype is torch.int64
+@pytest.mark.parametrize("alone", [True, False], ids=["without an optimizer", "with one"])
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.bool))
+@pytest.mark.parametrize("make", [Net, lambda: born(torch.float16), lambda: born(torch.bfloat16)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_table_of_integers_is_left_alone(level, make, dtype, alone):
+    model = with_table(make())
+    model.table.data = model.table.data.to(dtype)
+    table, values, before = model.table, model.table.detach().clone(), {p.dtype for p in model.parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.is_floating_point()], lr=0.1)
+    ampkit.initialize(model, None if alone else optimizer, opt_level=level, verbosity=0)
+    if not alone:
+        train(model, optimizer)
+    assert model.table is table and torch.equal(table, values) and table.dtype is dtype
+    assert torch.equal(model.state_dict()["table"], values)
+    ampkit.close()
+    assert torch.equal(model.table, values) and {p.dtype for p in model.parameters()} == before
 
 
 def test_recurrent_layers_and_tied_weights_come_back_as_they_were():

@@ -504,6 +504,23 @@ def test_complex_parameters_take_sgd_as_in_torch():
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16])
+def test_lamb_clips_by_the_norm_that_an_earlier_clipping_has_left(level, times):
+    """A gradient of norm 8, clipped to 4 and perhaps to 2, which LAMB clips to 1; eps has the length count. By hand, in float64."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    settings = dict(lr=0.5, eps=1.0, weight_decay=0.0, bias_correction=False, grad_averaging=False, max_grad_norm=1.0)
+    model, optimizer = initialize_quietly(model, lambda p: FusedLAMB(p, **settings), level)
+    backward((model(torch.ones(1, 4)) * 2.0).float().sum(), optimizer)
+    for bound in (4.0, 2.0)[:times]:
+        ampkit.clip_grad_norm_(optimizer, bound)
+    optimizer.step()
+    # All 16 elements are 2, of norm 8: 0.25 where the norm is 1. Without decay LAMB has no trust ratio.
+    expected = 2.0 - 0.5 * 0.25 / ((1 - 0.999) ** 0.5 * 0.25 + 1.0)
+    assert torch.allclose(model.state_dict()["weight"].double(), torch.full((4, 4), expected).double(), atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [FusedAdam, FusedAdagrad, FusedLAMB, FusedNovoGrad])
 def test_complex_parameters_are_refused_where_gradients_are_squared(kind):
     refused = pytest.raises(
