@@ -84,9 +84,8 @@ class StandIns:
                     done.add(id(params))
                     params[:] = [others.get(param, param) for param in params]
             state = optimizer.state
-            for param, other in others.items():
-                if param in state:
-                    state[other] = state.pop(param)
+            for param in list(state):  # all of them, so that their order stays
+                state[others.get(param, param)] = state.pop(param)
 
     @torch.no_grad()
     def take_from_model(self) -> None:
