@@ -150,13 +150,18 @@ TAKES = {
         "0.parametrizations.weight.original",
     ),
     "layer that is appended": (lambda m: m.append(tied_to_first(m)), "3.weight"),
-    "layer in a block": (lambda m: m.add_module("more", nn.Sequential(nn.ModuleList([tied_to_first(m)]))), "more.0.0.weight"),
+    "layer in a block": (
+        lambda m: m.add_module("more", nn.Sequential(nn.ModuleList([tied_to_first(m)]))),
+        "more.0.0.weight",
+    ),
     "layer in the place of another": (lambda m: setattr(m, "2", tied_to_first(m)), "2.weight"),
 }
 
 
 @pytest.mark.parametrize("taken", TAKES)
-@pytest.mark.parametrize("save", [nn.Module.state_dict, lambda m: copy.deepcopy(m).state_dict()], ids=["saved", "copied"])
+@pytest.mark.parametrize(
+    "save", [nn.Module.state_dict, lambda m: copy.deepcopy(m).state_dict()], ids=["saved", "copied"]
+)
 def test_weight_that_a_new_module_took_is_saved_in_float32_at_once(taken, save):
     model = make_net()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
