@@ -43,7 +43,7 @@ from .models import copies
 from .models.float32_values import Float32Value, lower_entries
 from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
-from .models.records import LeftAs, note_new_modules, parameters_now, sync_weights
+from .models.records import LeftAs, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, note_weights
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
@@ -334,8 +334,6 @@ class Session:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
-        for model in self.models if self.plan.casts_weights else ():
-            note_new_modules(model)
         return {tensor: entry for model in self.models for tensor, entry in lower_entries(model)}
 
     def name_of(self, param: torch.Tensor) -> str:

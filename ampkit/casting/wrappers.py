@@ -8,7 +8,8 @@ Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
     functions keep their tensor, its dtype and its storage. float64, integer and complex tensors, and tensors on devices
     that are not the session's, stay as they are; a whitelisted call with a float64 or complex argument goes through
-    unchanged, since it is either all float64 already or torch's own error.
+    unchanged, since it is either all float64 already or torch's own error. One with a sparse matrix computes in float32: for most
+    layouts torch has no lower-precision kernel, and no derivative that takes two dtypes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 # NumPy's arrays lie in host memory, which is not on the devices of most sessions.
 _TO_NUMPY = frozenset({"numpy", "__array__"})
 _ADVICE = {
@@ -208,8 +210,11 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     to_be_cast = LOWER_PRECISION if is_fp32 else CASTABLE
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _has_dtype(args, kwargs) or not (is_fp32 or all(x.dtype not in _EXACT for x in tensors_in(args, kwargs))):
+        tensors = [] if is_fp32 else list(tensors_in(args, kwargs))
+        if _has_dtype(args, kwargs) or any([x.dtype in _EXACT for x in tensors]):
             return as_it_is(*args, **kwargs)
+        if any([x.layout in _SPARSE for x in tensors]):
+            return as_it_is(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         cast = cast_here
         if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:
             cast = caster(kind, state, name, dtype=dtype)

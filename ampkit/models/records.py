@@ -6,22 +6,18 @@ that no session has to be known.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from .. import registry
 from ..casting.state import stored
 from ..errors import ConfigurationError
 from ..patching import Reference
 from .copies import hand_out_plain_copies
 from .float32_values import LOANS_KEY, Float32Value, Loans, lower_in
-
-#: `registry.additions` when a model was last looked through for new modules.
-_looked_at: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class LeftAs(NamedTuple):
@@ -85,7 +81,6 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
     if (loans := model.__dict__.get(LOANS_KEY)) is not None:
         loans.end()
         loans.lend_again()
-        note_new_modules(model)
     assigned, changed = [], []
     for ref, dtype, entry in left_as:
         if (param := ref()) is None:
@@ -109,12 +104,14 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
     return bool(assigned)
 
 
-def note_new_modules(model: nn.Module) -> None:
-    """Have modules that are new since ``initialize``, such as parametrizations, save what came from the model in float32."""
-    loans = model.__dict__.get(LOANS_KEY)
-    if loans is None or _looked_at.get(model) == registry.additions:
+def _join(whole: nn.Module, _: str, part: nn.Module | None) -> None:
+    """Have modules that become part of an initialized model, such as parametrizations, save what came from it in float32."""
+    loans = whole.__dict__.get(LOANS_KEY)
+    if loans is None or part is None:
         return
-    _looked_at[model] = registry.additions
-    for module in model.modules():
+    for module in part.modules():
         if LOANS_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
             go_by_values(module, loans)
+
+
+register_module_module_registration_hook(_join)

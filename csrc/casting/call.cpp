@@ -67,6 +67,12 @@ bool is_watched(const ThreadKeys& thread) {
   return thread.included().has_any(watchers) || at::impl::PythonTorchFunctionTLS::stack_len() > 0;
 }
 
+// Of any sparse layout.
+bool is_sparse(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->is_sparse() || impl->is_sparse_compressed();
+}
+
 enum class Verdict { Through, Cast, Slow };
 
 // What is to be done with a call; `to_cast` gets a bit for each argument that is to be cast.
@@ -85,6 +91,7 @@ Verdict judge(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, P
         break;
       case Kind::Lower:
         if (is_exact(dtype)) return Verdict::Through;
+        if (is_sparse(THPVariable_Unpack(args[i]))) return Verdict::Slow;
         if (dtype != binding->target && is_castable(dtype)) to_cast |= 1u << i;
         break;
       case Kind::Fp32:

@@ -133,15 +133,45 @@ def test_changed_layer_trains_as_in_float32(change, steps):
     assert [cls.__name__ for cls in type(model[0]).__mro__] == [cls.__name__ for cls in type(twin[0]).__mro__]
 
 
-def test_weight_that_a_parametrization_took_is_saved_in_float32_after_an_evaluation_alone():
+def tied_to_first(model):
+    layer = nn.Linear(4, 6)
+    layer.weight = model[0].weight
+    return layer
+
+
+#: How a module that is new takes the first layer's weight, and the name that it has there.
+TAKES = {
+    "parametrization": (
+        lambda m: parametrize.register_parametrization(m[0], "weight", nn.Identity()),
+        "0.parametrizations.weight.original",
+    ),
+    "second parametrization": (
+        lambda m: [parametrize.register_parametrization(m[0], "weight", nn.Identity()) for _ in range(2)],
+        "0.parametrizations.weight.original",
+    ),
+    "layer that is appended": (lambda m: m.append(tied_to_first(m)), "3.weight"),
+    "layer in a block": (
+        lambda m: m.add_module("more", nn.Sequential(nn.ModuleList([tied_to_first(m)]))),
+        "more.0.0.weight",
+    ),
+    "layer in the place of another": (lambda m: setattr(m, "2", tied_to_first(m)), "2.weight"),
+}
+
+
+@pytest.mark.parametrize("taken", TAKES)
+@pytest.mark.parametrize(
+    "save", [nn.Module.state_dict, lambda m: copy.deepcopy(m).state_dict()], ids=["saved", "copied"]
+)
+def test_weight_that_a_new_module_took_is_saved_in_float32_at_once(taken, save):
     model = make_net()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
     expected = model.state_dict()["0.weight"].clone()
     assert not torch.equal(expected, expected.bfloat16().float())
-    parametrize.register_parametrization(model[0], "weight", nn.Identity())
-    with torch.no_grad():
-        model(X)
-    assert torch.equal(model.state_dict()["0.parametrizations.weight.original"], expected)
+    take, name = TAKES[taken]
+    take(model)
+    saved = save(model)[name]
+    assert saved.dtype is torch.float32
+    assert torch.equal(saved, expected)
 
 
 def test_moved_weight_keeps_its_float32_digits():

@@ -133,6 +133,44 @@ def test_blacklisted_call_runs_in_float32(name, dtype):
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+ZEROS = torch.zeros(6, 4)
+# Products of a sparse matrix (6 x 6) and a dense one (6 x 4).
+SPARSE_PRODUCTS = {
+    "@": lambda s, x: s @ x,
+    "dense @ sparse": lambda s, x: (x.t() @ s.t()).t(),
+    "Tensor.mm": lambda s, x: s.mm(x),
+    "torch.matmul": lambda s, x: torch.matmul(s, x),
+    "torch.addmm": lambda s, x: torch.addmm(ZEROS, s, x),
+    "F.linear": lambda s, x: F.linear(x.t(), s).t(),
+    "torch.sparse.mm": lambda s, x: torch.sparse.mm(s, x),
+    "torch.sparse.addmm": lambda s, x: torch.sparse.addmm(ZEROS, s, x),
+    "torch.spmm": lambda s, x: torch.spmm(s, x),
+    "sparse @ sparse": lambda s, x: (s @ s) @ x,
+}
+
+
+@pytest.mark.parametrize("of_a_layer", [False, True], ids=["float32", "of a layer"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize("name", SPARSE_PRODUCTS)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_product_with_a_sparse_matrix_is_computed_and_differentiated_in_float32(name, layout, of_a_layer, in_python):
+    dense = torch.linspace(-1, 1, 36).reshape(6, 6) * (torch.arange(36).reshape(6, 6) % 3 > 0)
+    value = torch.linspace(0, 1, 24).reshape(6, 4)
+    exact = value.bfloat16().double() if of_a_layer else value.double()
+    exact.requires_grad_()
+    expected = SPARSE_PRODUCTS[name](dense.double(), exact) if "add" not in name else dense.double() @ exact
+    expected.sum().backward()
+    with o1(in_python=in_python):
+        x = (value.bfloat16() if of_a_layer else value).requires_grad_()
+        result = SPARSE_PRODUCTS[name](dense.to_sparse(layout=layout), x)
+    result.sum().backward()
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad.double(), exact.grad, rtol=0.01 if of_a_layer else 1e-5, atol=0.01 if of_a_layer else 1e-5
+    )
+
+
 @pytest.mark.parametrize("derivatives", [1, 2])
 @pytest.mark.parametrize("name", ["i0", "i0e", "i1", "i1e"])
 def test_bessel_functions_have_derivatives_of_what_a_layer_returns(name, derivatives):
@@ -181,7 +219,6 @@ PROMOTED = {
     "F.embedding_bag": lambda low, high: F.embedding_bag(
         torch.tensor([[0, 1, 2]]), high, per_sample_weights=low[:1], mode="sum"
     ),
-    "torch.sparse.mm": lambda low, high: torch.sparse.mm(low.to_sparse(), high),
     "torch.lerp": lambda low, high: torch.lerp(low, high, 0.5),
     "Tensor.index_add": lambda low, high: low.index_add(0, torch.tensor([0, 1, 2]), high),
     "Tensor.masked_scatter": lambda low, high: high.masked_scatter(high > 0.5, low),

@@ -5,6 +5,8 @@ import torch
 from helpers import assert_steps_as_over_float32
 from torch import nn
 
+import ampkit
+
 OPTIMIZERS = {
     "Muon": lambda p: torch.optim.Muon(p, lr=0.02),
     "Muon, nesterov off": lambda p: torch.optim.Muon(p, lr=0.02, nesterov=False, adjust_lr_fn="match_rms_adamw"),
@@ -19,3 +21,16 @@ def test_steps_are_those_over_float32_parameters(name):
     """Of matrices: Muon takes no others. What remains is the rest of a float16 weight, which rounds in the 26th bit."""
     model = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Linear(16, 20, bias=False))
     assert_steps_as_over_float32(model, OPTIMIZERS[name], "O2", tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "NAdam", "Rprop"])
+def test_state_is_in_the_order_of_parameters_as_in_torch(name):
+    """Scripts zip it with the parameters. Norms have none of the float32 values beside weights."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.LayerNorm(4))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for _ in range(2):
+        with ampkit.scale_loss(model(torch.ones(2, 4)).square().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        assert [id(param) for param in optimizer.state] == [id(param) for param in model.parameters()]
