@@ -210,10 +210,11 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     to_be_cast = LOWER_PRECISION if is_fp32 else CASTABLE
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors = [] if is_fp32 else list(tensors_in(args, kwargs))
-        if _has_dtype(args, kwargs) or any([x.dtype in _EXACT for x in tensors]):
+        found = () if is_fp32 else tensors_in(args, kwargs)
+        odd = found and [x for x in found if x.dtype in _EXACT or x.layout in _SPARSE]
+        if _has_dtype(args, kwargs) or (odd and any([x.dtype in _EXACT for x in odd])):
             return as_it_is(*args, **kwargs)
-        if any([x.layout in _SPARSE for x in tensors]):
+        if odd:
             return as_it_is(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         cast = cast_here
         if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:

@@ -21,7 +21,7 @@ from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, on
-from ..sharding import are_several_processes, highest, local
+from ..sharding import highest, local
 from .reach import are_still, seen
 
 Slot = Any  # of gradients.py, which imports this module
@@ -223,21 +223,22 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf |
     for slot, gradient in fresh:
         output = gradient
         dtype = gradient.dtype if slot.entry is None else torch.float32
-        if gradient.grad_fn is not None:
+        if gradient.layout is not torch.strided:  # sparse: duplicate indices may add up beyond float16's range
+            total = gradient.detach().to(dtype).coalesce()
+            put_gradient(slot.param, total)
+            output = gradient = total._values()
+        elif gradient.grad_fn is not None:
             # After backward(create_graph=True): for autograd too, since a script may differentiate p.grad again.
             with torch.enable_grad():
                 put_gradient(slot.param, gradient.to(dtype) * on(inv, gradient.device))
             gradient, output = gradient.detach(), slot.param.grad.detach()
-        elif is_sparse(gradient):  # duplicate indices may add up beyond float16's range
-            output = gradient = gradient.to(dtype).coalesce()
-            put_gradient(slot.param, output)
         elif slot.entry is not None and gradient.dtype is torch.float16:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
         is_in_place = is_in_place and output is gradient
         params.append(slot.param)
-        inputs.append(values_of(gradient))
-        outputs.append(values_of(output))
+        inputs.append(gradient)
+        outputs.append(output)
     kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
 
 
@@ -426,7 +427,8 @@ class Findings:
             return False
         if gradients.process_groups:
             return True
-        if are_several_processes() and owner.scaling.ddp() is None:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
             return False
         if self._judged is None:
             return False

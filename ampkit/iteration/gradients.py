@@ -234,6 +234,11 @@ class Gradients:
             raise ConfigurationError(_REFUSED[verb, self.state])
 
     @property
+    def are_float32(self) -> bool:
+        """Whether stored weights are float32 now: in the step of their optimizer over stand-ins, or of one around it."""
+        return bool(self.stored) and self.stored[0].weight is not None
+
+    @property
     def stay(self) -> bool:
         """Whether those of before are in ``param.grad`` while the backward pass of the open block adds to them."""
         return self._before is not State.READY

@@ -33,7 +33,7 @@ from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .stand_ins import are_in_place, in_float32, inner_optimizers, step_evaluating_again
+from .stand_ins import in_float32, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
@@ -200,7 +200,7 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if are_in_place(self.gradients):  # a part of the step of an optimizer around this one
+        if self.gradients.stored and self.gradients.are_float32:  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
@@ -311,7 +311,7 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
-        if are_in_place(self.gradients) or self.traits.takes_rests:
+        if self.gradients.are_float32 or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
             begin_step(self.optimizer())
@@ -377,7 +377,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.state is State.IN_BLOCK or are_in_place(self.gradients)):
+        if not (self.gradients.state is State.IN_BLOCK or (self.gradients.stored and self.gradients.are_float32)):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this

@@ -21,15 +21,10 @@ from ..models.float32_values import forget_gradient
 from .gradients import Gradients
 
 
-def are_in_place(gradients: Gradients) -> bool:
-    """Whether the parameters are float32 now: in the step of the optimizer, or of one around it."""
-    return bool(gradients.stored) and gradients.stored[0].weight is not None
-
-
 @contextmanager
 def in_float32(gradients: Gradients, has_values: bool = True) -> Iterator[None]:
     """Have parameters of stored weights be float32 inside; what becomes of their values, if they have any, goes to the weights."""
-    if not gradients.stored or are_in_place(gradients):
+    if not gradients.stored or gradients.are_float32:
         yield
         return
     try:

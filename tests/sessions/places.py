@@ -1,4 +1,4 @@
-"""Where a session begins or ends, as a process of its own: ``python places.py PLACE`` prints the cells that went wrong.
+"""Where a session begins or ends, each as a process of its own: ``python places.py PLACE ...`` prints the cells that went wrong.
 
 A cell is a way (begin, close, die) at a level. What torch is, and what a float32 training gives, is noted before ampkit is
 imported, and must be the same, bit for bit, after each cell. `PLACES` are functions that call ``action()`` where they say;
@@ -312,12 +312,24 @@ def cell(place, way, level):
     return problems + differences() + (["a session lives"] if ampkit.current_session() is not None else [])
 
 
-def main(name):
+def main(names):
     training()  # what torch loads when it is first used
     right.update(state())
+    gc.collect()
+    gc.freeze()  # or each cell would have torch itself walked for garbage
+    for name in names[1:]:  # torch is loaded once for all
+        child = os.fork()
+        if child == 0:
+            return all_cells(name)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{name} failed")
+    return all_cells(names[0])
+
+
+def all_cells(name):
     import ampkit
 
-    def all_cells():
+    def run():
         failed = 0
         for way in WAYS:
             for level in LEVELS if (name, way) not in CANNOT_OCCUR else ():
@@ -332,10 +344,10 @@ def main(name):
 
     kept = []
     if name == "interpreter_exit":
-        atexit.register(all_cells)
+        atexit.register(run)
     else:
-        all_cells()
+        run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -12,10 +12,14 @@ from torch import nn
 import ampkit
 from ampkit.patching import Undo
 
+TOGETHER = "inference_mode dispatch_mode forked_child"
 
-@pytest.mark.parametrize("place", others_slow("inference_mode", "dispatch_mode", "forked_child", of=places.PLACES))
-def test_session_that_begins_or_ends_there_leaves_torch_as_it_was(place):
-    run = subprocess.run([sys.executable, places.__file__, place], capture_output=True, text=True, timeout=300)
+
+@pytest.mark.parametrize(
+    "where", others_slow(TOGETHER, of=[TOGETHER, *(place for place in places.PLACES if place not in TOGETHER)])
+)
+def test_session_that_begins_or_ends_there_leaves_torch_as_it_was(where):
+    run = subprocess.run([sys.executable, places.__file__, *where.split()], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
