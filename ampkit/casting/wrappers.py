@@ -210,8 +210,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     to_be_cast = LOWER_PRECISION if is_fp32 else CASTABLE
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        found = () if is_fp32 else tensors_in(args, kwargs)
-        odd = found and [x for x in found if x.dtype in _EXACT or x.layout in _SPARSE]
+        odd = [] if is_fp32 else [x for x in tensors_in(args, kwargs) if x.dtype in _EXACT or x.layout in _SPARSE]
         if _has_dtype(args, kwargs) or (odd and any([x.dtype in _EXACT for x in odd])):
             return as_it_is(*args, **kwargs)
         if odd:
