@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..devices import has_instructions_for
 from ..logs import is_rank_zero
 from ..parallel import SyncBatchNorm
 from ..patching import PatchSet
@@ -43,6 +44,12 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
             "float16 itself, by .half(), stays float16. This checks that it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
+        if not has_instructions_for(getattr(torch, precision, torch.bfloat16)):
+            print(
+                f"ampkit: this processor has no instructions for {precision}, in which products and convolutions take ten to a "
+                "hundred times as long as in float32. For a quick look choose opt_level O0, or a smaller batch.",
+                file=sys.stderr,
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # It makes tables of torch's functions; every optimizer imports it anyway.

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,9 @@ def test_info_says_what_is_loaded_and_why():
         "CPU",
     ):
         assert words in result.stdout
+    is_slow = "no instructions for bfloat16" in result.stdout
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "avx512"
+    assert is_slow == ("avx512bw" not in flags), flags[:2000]
 
 
 def build(tmp_path, *arguments, python=(), **environment):
