@@ -32,18 +32,16 @@ class Slot:
     """One parameter, and where its gradient is: unscaled in ``param.grad`` after a block, in ``stash`` while another one is open.
 
     ``entry`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
-    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter. ``weight`` is the stored weight while
-    ``param`` is float32, in a step over stand-ins.
+    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
     """
 
-    __slots__ = ("__weakref__", "entry", "owners", "param", "stash", "weight")
+    __slots__ = ("__weakref__", "entry", "owners", "param", "stash")
 
     def __init__(self, param: torch.Tensor, entry: Float32Value | None = None) -> None:
         self.param = param
         self.entry = entry
         self.owners = 0
         self.stash: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -232,11 +230,6 @@ class Gradients:
             self.put_back(BackwardPass(self.scale))
         if (verb, self.state) in _REFUSED:
             raise ConfigurationError(_REFUSED[verb, self.state])
-
-    @property
-    def are_float32(self) -> bool:
-        """Whether stored weights are float32 now: in the step of their optimizer over stand-ins, or of one around it."""
-        return bool(self.stored) and self.stored[0].weight is not None
 
     @property
     def stay(self) -> bool:
@@ -430,10 +423,7 @@ class Gradients:
         own, clipped = [], []
         for slot in self.slots:
             if (gradient := slot.gradient) is not None:
-                is_to_clip = (
-                    clip is not None and slot.entry is not None and slot.weight is None
-                )  # a stand-in's is clipped
-                (clipped if is_to_clip else own).append(values_of(gradient))
+                (own if clip is None or slot.entry is None else clipped).append(values_of(gradient))
         norms = [norm for norm in (norm_of(own), norm_of(clipped)) if norm is not None]
         if clipped:
             norms[-1] = norms[-1] * on(clip, norms[-1].device)

@@ -33,7 +33,7 @@ from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .stand_ins import in_float32, inner_optimizers, step_evaluating_again
+from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
@@ -65,6 +65,7 @@ class OptimizerWrapper:
         self.has_lent = False  # master_params was asked for
         try:
             self._know_params(params_of(optimizer))
+            self.stand_ins = StandIns(optimizer, self.gradients)
             self._patches.set(optimizer, WRAPPER_KEY, self)
             for name, method in (
                 ("step", self._step),
@@ -200,7 +201,7 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.gradients.stored and self.gradients.are_float32:  # a part of the step of an optimizer around this one
+        if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
@@ -311,7 +312,7 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
-        if self.gradients.are_float32 or self.traits.takes_rests:
+        if self.stand_ins.are_in_place or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
             begin_step(self.optimizer())
@@ -369,7 +370,7 @@ class OptimizerWrapper:
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
         self.one_pass.known_counts.clear()
-        with nullcontext() if self.traits.takes_rests else in_float32(self.gradients, has_values=False):
+        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
@@ -377,7 +378,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.state is State.IN_BLOCK or (self.gradients.stored and self.gradients.are_float32)):
+        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this

@@ -1,13 +1,14 @@
-"""Float32 stand-ins for weights in lower precision, inside of the step of an optimizer that knows nothing of rests.
+"""Float32 parameters in the places of lower-precision ones, inside of the step of an optimizer that knows nothing of rests.
 
-For the time of the step torch swaps what two Python objects stand for: the model's own parameters are float32 then, with values
-and gradients of the weights, whoever names them. Groups, state and lists of an optimizer's own stay as they are. Afterwards what
-the step made of them is split into weights and rests. A new dtype for a weight itself would cost it the hooks of DDP.
+An optimizer holds the model's own parameters. For the time of its step `StandIns` puts float32 parameters into its groups, with
+the values and gradients of the weights, under which its state is then found too; afterwards what it made of them is split into
+weights and rests. The dtype of the weights themselves is not changed for it, since that would cost them the hooks of DDP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,63 +16,125 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..dtypes import LOWER_PRECISION
-from ..errors import ClosureError
-from ..models.float32_values import forget_gradient
-from .gradients import Gradients
+from ..errors import ClosureError, ConfigurationError
+from ..optimizers.traits import is_known
+from ..registry import WRAPPER_KEY
+from .gradients import Gradients, Slot
 
 
-@contextmanager
-def in_float32(gradients: Gradients, has_values: bool = True) -> Iterator[None]:
-    """Have parameters of stored weights be float32 inside; what becomes of their values, if they have any, goes to the weights."""
-    if not gradients.stored or gradients.are_float32:
-        yield
-        return
-    try:
-        put_in(gradients, has_values)
-        yield
-        if has_values:
-            put_into_weights(gradients)
-    finally:
-        take_out(gradients)
+class StandIns:
+    """Those of one optimizer, and of optimizers inside of it over the same parameters (SAM's, Lookahead's)."""
 
+    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+        self._refs = [weakref.ref(one) for one in (optimizer, *inner_optimizers(optimizer))]
+        self._gradients = gradients
+        self._of: dict[Slot, nn.Parameter] = {}
+        self.are_in_place = False
+        # Until a step has moved a stand-in: an optimizer with a list of its own steps past them.
+        self._moves = is_known(optimizer)
+        self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # weights and stand-ins
 
-@torch.no_grad()
-def put_in(gradients: Gradients, has_values: bool = True) -> None:
-    """Put stand-ins in the places of the weights, with values and gradients as they are in the model."""
-    slots, found = gradients.stored, gradients.in_float32() if has_values else {}
-    for slot in slots:
-        slot.entry.loans.end(slot.entry)
-        slot.entry.move_rest_beside(slot.param)
-    stand_ins = [
-        nn.Parameter(torch.empty_like(slot.param, dtype=torch.float32), slot.param.requires_grad) for slot in slots
-    ]
-    values = [stand_in.detach() for stand_in in stand_ins]
-    if has_values:
-        kernels.multi_tensor_join([slot.param for slot in slots], [slot.entry.rest for slot in slots], values)
-    for slot, stand_in in zip(slots, stand_ins):
-        stand_in.grad = found.get(slot)
-        slot.weight = stand_in
-        torch._C._swap_tensor_impl(slot.param, stand_in)
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for ref in self._refs if (optimizer := ref()) is not None]
 
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Have the optimizer step over them; what it made of them goes to the model."""
+        if self.are_in_place or not self._gradients.stored:
+            yield
+            return
+        with self.in_groups():
+            self.take_from_model()
+            try:
+                yield
+                self.put_into_model()
+            finally:
+                for stand_in in self._of.values():
+                    stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
 
-@torch.no_grad()
-def put_into_weights(gradients: Gradients) -> None:
-    """Split the values into weights and rests. A gradient that the step has cleared is cleared."""
-    slots = gradients.stored
-    values, weights = [slot.param.detach() for slot in slots], [slot.weight for slot in slots]
-    kernels.multi_tensor_split(values, weights, [slot.entry.rest for slot in slots])
-    for slot in slots:
-        if slot.param.grad is None and slot.weight.grad is not None:
-            forget_gradient(slot.weight)
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """Have the optimizer's groups and state name them; they hold no values."""
+        of_param = {}
+        for slot in self._gradients.stored:
+            if slot not in self._of:
+                device = slot.param.device
+                self._of[slot] = nn.Parameter(torch.empty(0, device=device), requires_grad=slot.param.requires_grad)
+                vars(self._of[slot]).update(vars(slot.param))
+            of_param[slot.param] = self._of[slot]
+        wrappers = [getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY) for optimizer in self._optimizers]
+        busy = [self, *(wrapper.stand_ins for wrapper in wrappers[1:] if wrapper is not None)]
+        self._exchange(of_param)
+        try:
+            for one in busy:
+                one.are_in_place = True
+            yield
+        finally:
+            for one in busy:
+                one.are_in_place = False
+            self._exchange({stand_in: param for param, stand_in in of_param.items()})
 
+    def _exchange(self, others: Mapping[Tensor, Tensor]) -> None:
+        done: set[int] = set()  # lists that several optimizers share
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                params = group["params"]
+                if id(params) not in done:
+                    done.add(id(params))
+                    params[:] = [others.get(param, param) for param in params]
+            state = optimizer.state
+            for param in list(state):  # all of them, so that their order stays
+                state[others.get(param, param)] = state.pop(param)
 
-def take_out(gradients: Gradients) -> None:
-    """Have the parameters be the weights again."""
-    for slot in gradients.stored:
-        if slot.weight is not None and slot.weight.dtype in LOWER_PRECISION:  # else the swap was not reached
-            torch._C._swap_tensor_impl(slot.param, slot.weight)
-        slot.weight = None
+    @torch.no_grad()
+    def take_from_model(self) -> None:
+        """Values and gradients as they are in the model."""
+        slots = self._gradients.stored
+        for slot in slots:
+            slot.entry.loans.end(slot.entry)
+            slot.entry.move_rest_beside(slot.param)
+            self._of[slot].data = torch.empty_like(slot.param, dtype=torch.float32, requires_grad=False)
+        params, values = [slot.param for slot in slots], [self._of[slot] for slot in slots]
+        kernels.multi_tensor_join(params, [slot.entry.rest for slot in slots], values)
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Gradients as they are in the model."""
+        found = self._gradients.in_float32()
+        for slot in self._gradients.stored:
+            self._of[slot].grad = found.get(slot)
+        if not self._moves:
+            values = ((slot, self._of.get(slot, slot.param)) for slot in self._gradients.slots)
+            self._before = {slot: (slot.param.detach().clone(), value.detach().clone()) for slot, value in values}
+
+    @torch.no_grad()
+    def put_into_model(self) -> None:
+        """Split the values into weights and rests."""
+        if not self._moves:
+            self._refuse_steps_past()
+        slots = self._gradients.stored
+        kernels.multi_tensor_split(
+            [self._of[slot] for slot in slots], [slot.param for slot in slots], [slot.entry.rest for slot in slots]
+        )
+
+    def _refuse_steps_past(self) -> None:
+        """Raise where the optimizer wrote to the model's weights and left these alone. The weights go back."""
+        before, self._before = self._before, {}
+        still = [slot for slot in self._gradients.stored if torch.equal(before[slot][1], self._of[slot])]
+        self._moves = len(still) < len(self._gradients.stored)
+        past = [slot for slot in still if not torch.equal(before[slot][0], slot.param)]
+        if not past:
+            return
+        for slot, (weight, _) in before.items():
+            slot.param.copy_(weight)
+        optimizer, param = self._optimizers[0], past[0].param
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() wrote to {len(past)} of the model's {param.dtype} weights, one of shape "
+            f"{tuple(param.shape)}, and not to what stands in its param_groups during a step, which is float32: it has a list of "
+            "parameters of its own. Have its step() go through self.param_groups, or use opt_level='O1' or 'O5', whose weights are "
+            "float32. The weights are as they were before the step."
+        )
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
@@ -106,28 +169,27 @@ def step_evaluating_again(
 ) -> Any:
     """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
     wrapper.findings.of_step = None
-    loss, evaluations, gradients = None, 0, wrapper.gradients
-    before = _copies(gradients.slots)
+    loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
+    before = _copies(wrapper.gradients.slots)
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
         evaluations += 1
         if evaluations > 1 and wrapper.owner.plan.has_dynamic_loss_scale:
             raise ClosureError(_SECOND_EVALUATION.format(type(wrapper.optimizer()).__name__))
-        if gradients.stored:
-            put_into_weights(gradients)
-            take_out(gradients)
+        if stand_ins.are_in_place:
+            stand_ins.put_into_model()
         with getattr(casting_off, "paused", nullcontext)():  # as where step() was called
             loss = closure()
         wrapper.settle()
         if wrapper.findings.forbid_step(wrapper.checks_step()):
             raise _SkippedInClosure
-        if gradients.stored:
-            put_in(gradients)
+        if stand_ins.are_in_place:
+            stand_ins.take_gradients()
         return loss
 
     try:
-        with casting_off, in_float32(gradients):
+        with casting_off, stand_ins.in_step():
             result = step(evaluate)
     except (_SkippedInClosure, ClosureError) as error:
         with torch.no_grad():
@@ -136,7 +198,7 @@ def step_evaluating_again(
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
         if isinstance(error, ClosureError):
-            gradients.clipping.end_step()
+            wrapper.gradients.clipping.end_step()
             raise
         wrapper.end_step(skipped=True)
         return loss

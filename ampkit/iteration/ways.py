@@ -26,7 +26,6 @@ from ..optimizers.traits import Traits
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
-from .stand_ins import in_float32
 
 Wrapper = Any  # of optimizer_wrapper.py, which imports this module
 
@@ -64,7 +63,7 @@ def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
         gradient_of=stored_gradient,
     )
     try:
-        with nullcontext() if wrapper.traits.takes_rests else in_float32(gradients):
+        with nullcontext() if wrapper.traits.takes_rests else wrapper.stand_ins.in_step():
             yield
     finally:
         optimizer.inputs = None
@@ -77,7 +76,7 @@ def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextM
 
 def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[None]:
     """Any other: it updates float32 weights, or float32 copies of stored ones."""
-    return in_float32(wrapper.gradients)
+    return wrapper.stand_ins.in_step()
 
 
 OURS = Way("ours in one pass", True, True, _with_inputs)
