@@ -105,7 +105,8 @@ class _Shadows(Watch):
         return self._shadows.get(_key(tensor), tensor)
 
     def on_loss(self, losses: list[torch.Tensor]) -> None:
-        self.loss = max([self.loss, *(distance(loss, self.of(loss)) for loss in losses)])
+        distances = [self.loss, *(distance(loss, self.of(loss)) for loss in losses)]
+        self.loss = next((one for one in distances if one != one), max(distances))  # NaN, where there is one
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
         self.gradients = [(gradient.float(), self.of(gradient).float()) for gradient in gradients]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting.narrow_gradients import LARGE
+from ..casting.library import dispatch
+from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
@@ -198,7 +199,8 @@ class Observer(Watch, logging.Handler):
     def _look_at_weights(self, optimizer: Any) -> None:
         if "autocast" not in self.does:
             params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
-            others = (*LOWER_PRECISION, torch.float64)
+            has_float32 = any(one.dtype is torch.float32 for one in params)
+            others = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, torch.float64)
             dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
             trained = {short(one.dtype) for one in params if one.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
@@ -353,7 +355,9 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     if seen.as_it_is is not None:
         beside = _bytes_beside(seen.as_it_is, models, optimizers)
         table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", beside))
-    table += [_row(level, one, "dynamic" if level in ("O1", "O2") else "none") for level, one in levels.items()]
+    is_exact = bool(models) and all(one.dtype is torch.float64 for model in models for one in known(model.parameters()))
+    if not is_exact:
+        table += [_row(level, one, "dynamic" if level in ("O1", "O2") else "none") for level, one in levels.items()]
     if len(optimizers) == 1:
         table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
@@ -365,7 +369,8 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
-        *(("gradients", words) for words in _wide_gradients(levels["O5"].optimizers)),
+        *[("levels", "all but O0 refuse a model in float64: call model.float() first")] * is_exact,
+        *(("gradients", words) for words in _wide_gradients(optimizers) if not is_exact),
         *(("not trained", reason) for reason in standing),
         ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or [none]),
@@ -398,25 +403,32 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
     return (own + sum(2 * param.nbytes for param in beside)) / sum(param.numel() for param in trained)
 
 
-def _wide_gradients(at_o5: Sequence[OptimizerRow]) -> Iterator[str]:
+def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
     """Why bytes at O5 may be those of O1: matrices that are too small for a gradient in lower precision."""
-    narrow = sum(one.parameters * (4 - one.bytes_per_parameter["gradients"]) / 2 for one in at_o5)
-    if narrow < 0.95 * (total := sum(one.parameters for one in at_o5)):
+    trained = [param for one in optimizers for param in known(params_of(one)) if param.requires_grad]
+    total, narrow = (sum(param.numel() for param in some) for some in (trained, filter(_is_large, trained)))
+    if dispatch().library is None:
+        yield "at O5 4 bytes: O1's compiled wrappers are missing ('ampkit info' says more)"
+    elif narrow < 0.95 * total:
         yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"
 
 
+def _is_large(param: Tensor) -> bool:
+    return is_large(param, torch.float32)
+
+
 def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:
-    """ampkit's optimizer with moments in 8 bits, at O5 and without a session; nothing where it computes something else."""
-    lower = {param.dtype for param in params_of(optimizer)}.intersection(LOWER_PRECISION)
-    if "int8" not in optimizers_for(optimizer) or torch.float16 in lower:
+    """The optimizer of its name in `ampkit.optimizers`, with moments in 8 bits, at O5 and without a session; if it has one."""
+    dtypes = {param.dtype for param in params_of(optimizer)}
+    if "int8" not in optimizers_for(optimizer) or not dtypes <= {torch.float32, torch.bfloat16}:
         return []
     own = fused(optimizer, state_dtype="int8")
-    words = f'{type(own).__name__}(state_dtype="int8")'
+    words = f'{type(optimizer).__name__}(state_dtype="int8")'
     at_o5, alone = (
         _row(name, explain(models, own, opt_level=level), "none")
         for name, level in (("O5, int8", "O5"), ("no level", None))
     )
-    weights = f"{alone[1]} + 16-bit rest" if lower else alone[1]
+    weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
     return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
 
 

@@ -113,7 +113,19 @@ for _ in range(3):
 """)
     assert row(lines, "gradients").startswith("at O5 2 bytes for 89% of the elements: for matrices with at least 4,096")
     # Weight, rest and gradient 2 each, and two moments of 1 byte.
-    assert row(lines, "no level").split() == 'bfloat16 + 16-bit rest FusedAdam(state_dtype="int8") 8.0 none'.split()
+    assert row(lines, "no level").split() == 'bfloat16 + 16-bit rest Adam(state_dtype="int8") 8.0 none'.split()
+
+
+def test_a_number_in_float64_makes_no_model_in_float64(check):
+    _, lines = check("""
+model = nn.Linear(64, 128)
+optimizer = torch.optim.Adam([*model.parameters(), nn.Parameter(torch.ones(()).double())])
+for _ in range(3):
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+""")
+    assert any("the script uses float32." in line for line in lines)
+    assert "16.0" in row(lines, "as it is") and "14.0" in row(lines, "O5")
 
 
 AUTOCAST = """
@@ -377,7 +389,8 @@ for _ in range(9):
 def test_weights_in_float64_are_said_to_be_so(check):
     code, lines = check(TWO_LAYERS + "net.double()\nx = x.double()\n" + TRAINS["a model that makes targets and stays"])
     assert code == 0 and any("the script uses weights in float64." in line for line in lines)
-    assert row(lines, "as it is").split()[0] == row(lines, "O2").split()[0] == "float64"
+    assert row(lines, "as it is").split()[0] == "float64" and "call model.float() first" in row(lines, "levels")
+    assert not any(line.startswith(("O2 ", "no level ")) for line in lines)  # initialize refuses it
     assert row(lines, "as it is").split()[-1] == "32.0"  # weight, gradient and two moments of 8 bytes each
 
 
