@@ -87,7 +87,7 @@ def compare(iteration: Callable[[], Any]) -> Comparison:
     size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
     of_each = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
     rows = tuple(sorted(shadows.rows.values(), key=lambda row: -row.excess))
-    return Comparison(shadows.operations, shadows.loss, off / size if size else 0.0, of_each, rows)
+    return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, of_each, rows)
 
 
 class _Shadows(Watch):
@@ -95,7 +95,8 @@ class _Shadows(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations, self.loss = 0, 0.0
+        self.operations = 0
+        self.losses: list[float] = []  # the distance of each
         self.rows: dict[Any, Difference] = {}
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their shadows
         self._shadows: dict[Any, torch.Tensor] = {}  # by place in memory, of those that differ from their tensors
@@ -105,8 +106,7 @@ class _Shadows(Watch):
         return self._shadows.get(_key(tensor), tensor)
 
     def on_loss(self, losses: list[torch.Tensor]) -> None:
-        distances = [self.loss, *(distance(loss, self.of(loss)) for loss in losses)]
-        self.loss = next((one for one in distances if one != one), max(distances))  # NaN, where there is one
+        self.losses += [distance(loss, self.of(loss)) for loss in losses]
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
         self.gradients = [(gradient.float(), self.of(gradient).float()) for gradient in gradients]

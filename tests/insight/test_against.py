@@ -1,6 +1,7 @@
 """`ampkit.diagnose(iteration, against="fp32")`: errors agree with two runs of the iteration, and the worst line made them."""
 
 import inspect
+import math
 from functools import partial
 
 import pytest
@@ -104,6 +105,13 @@ def test_in_float32_nothing_differs():
     x = torch.randn(3, requires_grad=True)
     found = ampkit.diagnose(lambda: (x.exp() - x.exp().clone()).sum().backward(), against="fp32")
     assert (found.loss, found.gradient, found.rows) == (0.0, 0.0, ())
+
+
+def test_a_loss_that_is_not_finite_is_no_distance_at_all():
+    """200 squared 4 times is 160000, beyond float16."""
+    x = torch.full((4,), 200.0, dtype=torch.float16, requires_grad=True)
+    found = ampkit.diagnose(lambda: x.square().sum().backward(), against="fp32")
+    assert math.isnan(found.loss)
 
 
 def test_what_an_operator_writes_is_written_once_and_each_operator_counts_once():
