@@ -178,7 +178,7 @@ def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
         return 0.0
     tensor, exact = local(tensor.detach()).double(), local(exact.detach()).double()
     off, size = float(torch.linalg.vector_norm(tensor - exact)), float(torch.linalg.vector_norm(exact))
-    return off / size if size else float(off > 0)
+    return off / (size or off or 1.0)
 
 
 def _key(tensor: torch.Tensor) -> Any:
