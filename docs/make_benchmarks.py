@@ -20,8 +20,8 @@ DRAWN = ["autocast", "O1, fused", "O2, fused", "O5, fused"]
 INTRODUCTION = """# How fast
 
 This page has the time and the memory of whole training steps: in float32, with torch.autocast and GradScaler, and at O1, O2
-and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the processor more than on
-anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page, and
+and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the
+processor, so measure on yours: `make bench` takes 25 minutes on a CPU and writes this page, and
 [`ampkit tune`](tuning.md) measures a model of your own.
 The figures of O5 are those of an earlier O5, which stored weights in bfloat16 as O2 does.
 `python benchmarks/beside.py --unscaled` compares today's with torch.autocast without a loss scale.

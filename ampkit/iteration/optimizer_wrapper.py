@@ -285,25 +285,27 @@ class OptimizerWrapper:
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
         """Enter this for the update alone: the script's hooks before and after it look at the model's own gradients and weights."""
-        optimizer, is_entered = self.optimizer(), False
+        optimizer, depth = self.optimizer(), 0  # a step that calls its class's has the hooks of both
 
         def begin(*_: Any) -> None:
-            nonlocal is_entered
-            self.settle()
-            in_step.__enter__()
-            is_entered = True
+            nonlocal depth
+            if depth == 0:
+                self.settle()
+                in_step.__enter__()
+            depth += 1
 
         def end(*_: Any) -> None:
-            nonlocal is_entered
-            is_entered = False
-            in_step.__exit__(None, None, None)
+            nonlocal depth
+            depth -= 1
+            if depth == 0:
+                in_step.__exit__(None, None, None)
 
         last, first = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
         try:
             yield
         except BaseException as error:
-            if is_entered:
+            if depth:
                 in_step.__exit__(type(error), error, error.__traceback__)
             raise
         finally:

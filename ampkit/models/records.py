@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..casting.state import stored
-from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import Reference
 from .copies import hand_out_plain_copies
@@ -112,9 +111,6 @@ def _join(whole: nn.Module, _: str, part: nn.Module | None) -> None:
         return
     for module in part.modules():
         if LOANS_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
-            for param in module._parameters.values():
-                if param is not None and param.dtype in LOWER_PRECISION:  # no optimizer trains it: it stays as it came
-                    stored.setdefault(param, None)
             go_by_values(module, loans)
 
 

@@ -174,19 +174,6 @@ def test_weight_that_a_new_module_took_is_saved_in_float32_at_once(taken, save):
     assert torch.equal(saved, expected)
 
 
-def test_a_frozen_teacher_that_becomes_part_of_the_model_stays_in_bfloat16():
-    model = make_net()
-    o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model.teacher = make_net().bfloat16()
-    model.append(nn.Identity())
-    assert model.state_dict()["teacher.0.weight"].dtype is BF16
-    assert copy.deepcopy(model).teacher[0].weight.dtype is BF16
-    model.teacher(X)
-    assert model.teacher.state_dict()["2.weight"].dtype is BF16
-    ampkit.close()
-    assert model.teacher[0].weight.dtype is BF16 and model[0].weight.dtype is torch.float32
-
-
 def test_moved_weight_keeps_its_float32_digits():
     model = make_net()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
