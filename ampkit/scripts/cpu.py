@@ -38,18 +38,14 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     """Inside, CUDA is the CPU; one line on standard error says so. bfloat16 is the lower precision unless one is chosen."""
     precision = os.environ.get(LOWER_PRECISION_VARIABLE) or "bfloat16"
     if not silent and is_rank_zero():
+        slow = f" This processor has no instructions for {precision}: it takes ten to a hundred times as long as float32 (O0)."
         print(
             "ampkit: --device cpu: CUDA calls of this script run on the CPU. The lower precision of amp is "
             f"{precision} there: {LOWER_PRECISION_VARIABLE}=float16 or bfloat16 in the environment chooses. What the script makes "
-            "float16 itself, by .half(), stays float16. This checks that it works; it says nothing about speed on a GPU.",
+            "float16 itself, by .half(), stays float16. This checks that it works; it says nothing about speed on a GPU."
+            f"{'' if has_instructions_for(getattr(torch, precision, torch.bfloat16)) else slow}",
             file=sys.stderr,
         )
-        if not has_instructions_for(getattr(torch, precision, torch.bfloat16)):
-            print(
-                f"ampkit: this processor has no instructions for {precision}, in which products and convolutions take ten to a "
-                "hundred times as long as in float32. For a quick look choose opt_level O0, or a smaller batch.",
-                file=sys.stderr,
-            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # It makes tables of torch's functions; every optimizer imports it anyway.
