@@ -26,8 +26,8 @@ from .library import dispatch
 _library = dispatch().library
 _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 
-#: Elements of a weight whose gradients are worth it.
-LARGE = 4096  # elements
+#: The least number of elements of a weight whose gradient is narrow.
+LARGE = 4096
 
 
 def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
