@@ -79,14 +79,14 @@ def ours(**more):
     return lambda p, lr: AdamW(p, lr=lr, **SETTINGS, **more)
 
 
-def of_torch(p, lr):
-    return torch.optim.AdamW(p, lr=lr, **SETTINGS)
+def of_torch(**more):
+    return lambda p, lr: torch.optim.AdamW(p, lr=lr, **SETTINGS, **more)
 
 
 WAYS = {
-    "torch, float32": Way(torch.float32, of_torch),
-    "torch.amp": Way(torch.float32, of_torch, autocast=True),
-    "torch, bfloat16": Way(BF16, of_torch),
+    "torch, float32": Way(torch.float32, of_torch(fused=True)),
+    "torch.amp": Way(torch.float32, of_torch(fused=True), autocast=True),
+    "torch, bfloat16": Way(BF16, of_torch()),
     "ampkit": Way(BF16, ours()),
     "ampkit, bfloat16 moments": Way(BF16, ours(state_dtype=BF16)),
     "ampkit, int8 moments": Way(BF16, ours(state_dtype="int8")),
