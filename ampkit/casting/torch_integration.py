@@ -26,7 +26,9 @@ from torch.utils.data._utils import fetch
 from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
+from ..logs import logger
 from ..patching import PatchSet
+from ..registry import wrapper_of
 from .state import CastingState, number_of_regions, past_autocast, stored
 
 _AUTOCAST_KEY = "_ampkit_autocast"
@@ -225,12 +227,32 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     for name in ("numpy", "__dlpack__"):
         patches.set(torch.Tensor, name, forgetting(getattr(torch.Tensor, name)))
 
-    def after_step(_: torch.optim.Optimizer) -> None:
-        if not torch.compiler.is_compiling():
-            state.caches.drop()
+    told: set[str] = set()
+
+    def after_step(optimizer: torch.optim.Optimizer) -> None:
+        if torch.compiler.is_compiling():
+            return
+        state.caches.drop()
+        name = type(optimizer).__name__
+        if name not in told and wrapper_of(optimizer) is None and _knows_no_rests(optimizer):
+            told.add(name)
+            logger.warning(
+                "%s.step() updated weights that initialize() stores in lower precision, but initialize() was not given this %s: "
+                "what is smaller than half of a weight's last bit is lost. Call initialize() again, with the model and the new "
+                "optimizer; or use opt_level='O5', whose weights are float32.",
+                name,
+                name,
+            )
 
     # torch calls it after the step of every optimizer, for profilers. A hook of all optimizers cannot be taken away inside of one.
     patches.set(torch.optim.Optimizer, "_optimizer_step_code", after_step)
+
+
+def _knows_no_rests(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has a gradient for a weight that is stored beside a rest, and no rest in its own state."""
+    updated = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    entries = [(stored.get(param), optimizer.state.get(param, ())) for param in updated]
+    return any(entry is not None and entry.rest is not None and "rest" not in own for entry, own in entries)
 
 
 def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:

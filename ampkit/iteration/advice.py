@@ -71,10 +71,10 @@ ROWS = {
         "Exchange weights by state_dict() and load_state_dict(), or use opt_level='O5', whose weights are float32.",
     ),
     "lower loss": (
-        "scale_loss was given a loss in %s. The function that computed it may have been bound before initialize(), so that nothing "
-        "cast its arguments to float32.",
-        "Call it by its module (torch.nn.functional.cross_entropy, nn.CrossEntropyLoss), or give it float32: "
-        "loss(model(x).float(), y), or initialize(..., cast_model_outputs=torch.float32).",
+        "scale_loss was given a loss in %s. Arithmetic, mean() and a loss function that was bound before initialize() keep the "
+        "precision of the model's outputs.",
+        "Compute the loss from float32, as in model(x).float().mean(), or use initialize(..., cast_model_outputs=torch.float32). "
+        "A loss of torch that is called by its module (torch.nn.functional.cross_entropy, nn.CrossEntropyLoss) is float32 anyway.",
     ),
     "thread": (
         "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the models' "

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from helpers import STORED_BF16, initialize_quietly, random_batch
+from helpers import STORED_BF16, at, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -468,6 +468,85 @@ def test_a_thread_that_computes_its_loss_uncast_is_told_of(way, caplog):
     assert dtypes == [torch.bfloat16 if is_uncast else torch.float32] * 2
     lines = told(caplog, "in another thread than initialize()")
     assert len(lines) == is_uncast and all("scope='forward'" in line for line in lines)
+
+
+# An optimizer that initialize was not given
+
+
+class ByHand(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=1e-4)
+
+
+#: What a script makes after `initialize`, of its model; and whether its steps are lost where weights are stored.
+LATER = {
+    "the same again": (sgd, True),
+    "adaptation at test time": (lambda params: torch.optim.Adam(params, lr=1e-5), True),
+    "over one layer": (lambda params: sgd(list(params)[:1]), True),
+    "of the script's own": (ByHand, True),
+    "over leaves of no model": (lambda params: sgd([nn.Parameter(torch.ones(3))]), False),
+    "that keeps rests": (lambda params: ampkit.optimizers.SGD(params, lr=1e-4), False),
+}
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("level", ["O1", STORED_BF16, "O5"])
+def test_steps_of_an_unknown_optimizer_over_stored_weights_are_told_once(level, name, with_optimizer, caplog):
+    make, loses = LATER[name]
+    model = net()
+    ampkit.initialize(model, sgd(model.parameters()) if with_optimizer else None, **at(level, verbosity=0))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+    lines = told(caplog, "but initialize() was not given this")
+    assert len(lines) == (loses and level == STORED_BF16)
+    assert all(type(optimizer).__name__ + ".step()" in line and "initialize() again" in line for line in lines)
+
+
+def test_an_optimizer_that_is_given_after_all_is_not_told_of(caplog):
+    model = net()
+    ampkit.initialize(model, **at(STORED_BF16, verbosity=0))
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
+    loss_of(model).backward()
+    optimizer.step()
+    assert caplog.text == ""
+
+
+# A loss in lower precision
+
+
+@pytest.mark.parametrize("level", ["O4", STORED_BF16, "O5"])
+@pytest.mark.parametrize(
+    "loss_of_output, is_lower",
+    [
+        (lambda z: -z.mean(), True),
+        (lambda z: (1 - z).relu().mean(), True),
+        (lambda z: z[:4].mean() - z[4:].mean(), True),
+        (lambda z: -z.float().mean(), False),
+        (lambda z: z.square().sum(), False),
+        (lambda z: F.softplus(-z).mean(), False),
+        (lambda z: F.l1_loss(z, torch.zeros_like(z)), False),
+    ],
+    ids=["critic", "hinge", "difference", "float32", "sum", "softplus", "loss of torch"],
+)
+def test_a_loss_in_lower_precision_is_told_with_its_cause(loss_of_output, is_lower, level, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, level)
+    x, _ = random_batch(1)
+    for _ in range(2):
+        loss = loss_of_output(model(x))
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    lines = told(caplog, "was given a loss in torch.bfloat16")
+    assert len(lines) == (is_lower and level == "O5") and all("mean()" in line and ".float()" in line for line in lines)
+    assert not lines or loss.dtype is torch.bfloat16
 
 
 # What is said of skips
