@@ -20,6 +20,7 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..patching import by_tensor
 from ..sharding import fsdp_modules
+from .shared_memory import refuse_coming_apart
 
 Plan = Any  # plan.py's, which stands above this room
 
@@ -46,7 +47,7 @@ class Incoming:
         return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
     def widen(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Any], keeps: Callable[[torch.Tensor], bool]
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], keeps: Callable[[torch.Tensor], bool], plan: Plan
     ) -> list[tuple[nn.Module, torch.dtype, int]]:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
 
@@ -68,6 +69,7 @@ class Incoming:
             if not params and not buffers:
                 continue
             found.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
+            refuse_coming_apart(models, set(params), plan, {})
             self.widen_params(params, optimizers)
             for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)
@@ -188,7 +190,7 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
         for param, state in optimizer.state.items()
         if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
     }
-    for model, dtype, count in incoming.widen(models, optimizers, stays):
+    for model, dtype, count in incoming.widen(models, optimizers, stays, plan):
         found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
         lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
         if not rounded.isdisjoint(model.parameters()):

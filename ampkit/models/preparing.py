@@ -26,6 +26,7 @@ from .float32_values import LOANS_KEY, Float32Value, Loans, lower_entries, put_g
 from .forward import ForwardCasts
 from .keep_fp32 import NOT_TRAINED, Kept
 from .records import go_by_values
+from .shared_memory import refuse_coming_apart
 
 WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
 Plan = Any  # plan.py's, which stands above this room
@@ -52,6 +53,7 @@ def prepare_models(
     for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
             _cast_weights(model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, originals)
+    refuse_coming_apart(models, originals.keys(), plan, {param: data for param, (data, _) in originals.items()})
     if any(data.is_cpu and data.is_shared() for data, _ in originals.values()):
         logger.warning(
             "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
