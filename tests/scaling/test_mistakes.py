@@ -520,6 +520,40 @@ def test_an_optimizer_that_is_given_after_all_is_not_told_of(caplog):
     assert caplog.text == ""
 
 
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, which has the same groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.Adam(self.param_groups)
+        self.param_groups = self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+
+class Both(torch.optim.Optimizer):
+    """Steps by two optimizers, one for each layer."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {})
+        self.parts = [torch.optim.Adam(params[:2]), torch.optim.SGD(params[2:], lr=0.1)]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("make", [Around, Both])
+def test_an_optimizer_inside_of_one_that_was_given_is_not_told_of(make, caplog):
+    model, optimizer = initialize_quietly(net(), make, STORED_BF16)
+    loss_of(model).backward()
+    optimizer.step()
+    assert caplog.text == ""
+
+
 # A loss in lower precision
 
 
