@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..casting.library import dispatch
 from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
-from ..dtypes import LOWER_PRECISION
+from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..logs import is_rank_zero, logger
@@ -200,7 +200,9 @@ class Observer(Watch, logging.Handler):
         if "autocast" not in self.does:
             params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
             has_float32 = any(one.dtype is torch.float32 for one in params)
-            others = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, torch.float64)
+            others = (
+                LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, torch.float64, torch.complex64, torch.complex128)
+            )
             dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
             trained = {short(one.dtype) for one in params if one.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
@@ -309,7 +311,7 @@ class _Products:
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
-        if formula is not None:
+        if formula is not None and tensors_in(out)[0].dtype in CASTABLE:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
             key = pattern(of), frozenset(size for _, size in product.sizes), product.rows
@@ -318,6 +320,8 @@ class _Products:
 
     def off(self) -> str:
         """Sizes off multiples of 8, most work first."""
+        if not self.flops:
+            return "no matrix product that a level casts"
         work: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
         where: dict[tuple[int, bool], dict[str, None]] = {}
         for (of, sizes, rows), flops in self.flops.items():

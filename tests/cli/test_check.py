@@ -394,6 +394,25 @@ def test_weights_in_float64_are_said_to_be_so(check):
     assert row(lines, "as it is").split()[-1] == "32.0"  # weight, gradient and two moments of 8 bytes each
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128"])
+def test_no_shape_is_advised_for_products_that_no_level_casts(check, dtype):
+    """A layer with 7 inputs is of this dtype; one with 9 may stand beside it, in float32."""
+    script = """
+model, beside = nn.Linear(7, 8, dtype=torch.DTYPE), nn.Linear(9, 16)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    model(torch.randn(8, 7).to(torch.DTYPE)).abs().sum().backward()
+    if BESIDE:
+        beside(torch.randn(8, 9))
+    optimizer.step()
+""".replace("DTYPE", dtype)
+    code, lines = check(script.replace("BESIDE", "False"))
+    assert code == 0 and any(f"the script uses weights in {dtype}." in line for line in lines), lines
+    assert row(lines, "shapes") == "no matrix product that a level casts"
+    _, lines = check(script.replace("BESIDE", "True"))
+    assert row(lines, "shapes").startswith("9 in linear: pad to 16 (100% of the work)")
+
+
 def test_a_lazy_module_that_was_never_called_has_no_part_in_figures(check):
     script = """
 class Holds(nn.Module):
