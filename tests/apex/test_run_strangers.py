@@ -128,6 +128,10 @@ UNUSED = {
     "by an option": ("from apex import amp\nif False: amp.initialize(torch.nn.Linear(1, 1))", True),
     "called": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), verbosity=0)", False),
     "called with enabled=False": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), enabled=False)", False),
+    "the first interface": ("from apex import amp\nhandle = amp.init()", False),
+    "the first interface, its handle dropped": ("from apex import amp\namp.init()", False),
+    "the first interface, ended": ("from apex import amp\namp.init()._deactivate()", False),
+    "the first interface with enabled=False": ("from apex import amp\namp.init(enabled=False)", False),
     "another part": ("from apex.normalization import FusedLayerNorm", False),
     "no apex": ("", False),
 }
@@ -138,7 +142,7 @@ def test_a_script_that_never_calls_amp_is_told_of_at_the_end(case, tmp_path, cap
     text, is_told = UNUSED[case]
     from ampkit.apex.amp import _amp_state
 
-    _amp_state.opt_properties = _amp_state.opt_properties_before_initialize
+    _amp_state.opt_properties, _amp_state.init_was_called = _amp_state.opt_properties_before_initialize, False
     run(tmp_path, text, device=None)
     assert ("never called amp.initialize" in capsys.readouterr().err) == is_told
 

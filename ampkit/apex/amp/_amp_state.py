@@ -32,6 +32,7 @@ class AmpState:
         self.handle: Any = None
         # Until their _deactivate(): a script need not keep the handle of amp.init().
         self._opened_by_init: list[Any] = []
+        self.init_was_called = False
 
     @property
     def is_enabled(self) -> bool:
@@ -41,7 +42,7 @@ class AmpState:
     @property
     def was_used(self) -> bool:
         """Whether ``amp.initialize`` or ``amp.init`` was called."""
-        return self.opt_properties is not self.opt_properties_before_initialize or self.handle.is_active()
+        return self.opt_properties is not self.opt_properties_before_initialize or self.init_was_called
 
     @property
     def is_switched_off(self) -> bool:

@@ -43,6 +43,7 @@ def init(
     Casts where the accelerator is, or on the CPU of a machine without one. ``allow_banned`` has F.binary_cross_entropy
     computed in float32 where it would be refused.
     """
+    _amp_state.init_was_called = True
     if not enabled:
         return NoOpHandle()
     lower_precision = patch_type or default_lower_precision("cuda")
