@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import o1
+from helpers import backward, o1
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -443,8 +443,7 @@ def test_step_in_one_thread_leaves_a_forward_in_another_alone():
     thread = threading.Thread(target=forward)
     thread.start()
     for _ in range(200):
-        with ampkit.scale_loss(model(torch.randn(8, 64)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.randn(8, 64)).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     stop.set()
@@ -469,8 +468,7 @@ def test_closure_is_cast_and_the_step_around_it_is_not():
         optimizer.zero_grad()
         out = model(torch.randn(2, 4))
         seen.append(out.dtype)
-        with ampkit.scale_loss(out.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(out.float().sum(), optimizer)
         return out.sum()
 
     optimizer.step(closure)

@@ -256,29 +256,9 @@ def test_write_between_two_forwards_is_seen(way, known):
 # -- several forwards and one backward, and one forward that runs twice
 
 
-def make_policy():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
-
-
-def episode(model, forward):
-    """An act is a forward of its own."""
-    states, returns = 1 + 0.3 * torch.randn(320, 1, 6), 1 + 0.1 * torch.randn(320)
-    return sum(-forward(state).log_softmax(-1)[0, 1] * gain for state, gain in zip(states, returns))
-
-
 def siamese(model, forward):
     pairs = 1 + 0.3 * torch.randn(200, 2, 2, 10)
     return sum((forward(left) * forward(right)).mean() for left, right in pairs)
-
-
-def gradient_cache(model, forward):
-    """Representations are computed without grad mode, and once more with it, chunk by chunk."""
-    chunks = 1 + 0.3 * torch.randn(300, 2, 10)
-    with torch.no_grad():
-        cached = torch.cat([forward(chunk) for chunk in chunks])
-    cached.requires_grad_().square().mean().backward()
-    return sum((forward(chunk) * gradient).sum() for chunk, gradient in zip(chunks, cached.grad.split(2)))
 
 
 def recomputed(use_reentrant):
@@ -286,14 +266,6 @@ def recomputed(use_reentrant):
         parts = (1 + 0.3 * torch.randn(300, 10)).requires_grad_()
         return sum(checkpoint(forward, part, use_reentrant=use_reentrant).square().sum() for part in parts.split(1))
 
-    return loss
-
-
-def chunks_of_a_sequence(model, forward):
-    state, loss = torch.zeros(2, 8), 0.0
-    for step in 1 + 0.1 * torch.randn(240, 2, 4):
-        state = forward(step, state)
-        loss = loss + state.square().mean()
     return loss
 
 
@@ -312,12 +284,9 @@ def burned_in_chunks(model, forward):
 
 # A model, and the loss that several forwards of it make.
 SEVERAL_FORWARDS = {
-    "policy gradient": (make_policy, episode),
     "siamese": (make_model, siamese),
-    "gradient cache": (make_model, gradient_cache),
     "recomputed": (make_model, recomputed(use_reentrant=False)),
     "recomputed, reentrant": (make_model, recomputed(use_reentrant=True)),
-    "chunks of a sequence": (lambda: nn.RNNCell(4, 8), chunks_of_a_sequence),
     "chunks, burned in": (lambda: nn.LSTM(4, 8), burned_in_chunks),
 }
 
@@ -442,85 +411,6 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_with_several_forwards_is_as_close_as_under_autocast(loop):
     assert_as_close_as_autocast(LOOPS[loop])
-
-
-# -- the same loops, with a write between their forwards
-
-
-def make_layer():
-    """Its weight is not saved for backward, where float32 would meet a later value."""
-    torch.manual_seed(4)
-    return nn.Linear(10, 3)
-
-
-def one_ahead(model, forward, write):
-    """Pipelining: the next forward runs before the backward of this one, and a write is between them."""
-    found, waiting = [], None
-    for batch, factor in zip(torch.randn(5, 8, 10), (1.5, 0.5, 2.0, 1.25, 0.8)):
-        loss, before = forward(batch).square().mean(), waiting
-        write(factor)
-        waiting = loss
-        if before is not None:
-            found += torch.autograd.grad(before, list(model.parameters()))
-    return flat(found)
-
-
-def evaluated(model, forward, write):
-    x, found = torch.randn(8, 10), []
-    for factor, mode in zip((1.5, 0.5, 2.0), (torch.no_grad, torch.inference_mode, torch.no_grad)):
-        found.append(forward(x))
-        write(factor)
-        with mode():
-            found.append(forward(x).clone())
-        write(factor)
-    return flat(found)
-
-
-def recomputed_after(model, forward, write):
-    """The recomputation takes the weights as they are by then, as in float32."""
-    x, found = torch.randn(8, 10), []
-    for factor in (1.5, 0.5, 2.0):
-        loss = checkpoint(lambda x: forward(x).tanh(), x, use_reentrant=False).square().mean()
-        write(factor)
-        found += [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-    return flat(found)
-
-
-def kept_graph(model, forward, write):
-    x, parameters, found = torch.randn(8, 10), list(model.parameters()), []
-    first = forward(x).square().mean()
-    for factor in (1.5, 0.5, 2.0):
-        write(factor)
-        both = first + forward(x).square().mean()
-        found += [both, *torch.autograd.grad(both, parameters, retain_graph=True)]
-    return flat(found)
-
-
-WITH_WRITES = {
-    "one ahead": one_ahead,
-    "evaluated": evaluated,
-    "recomputed": recomputed_after,
-    "kept graph": kept_graph,
-}
-
-
-@pytest.mark.parametrize("way", ["in place", "kept numpy", "AdamW fused"])
-@pytest.mark.parametrize("loop", WITH_WRITES)
-def test_loop_with_writes_uses_weights_as_they_are(loop, way):
-    def run(level):
-        model = make_layer()
-        write = WRITES[way](list(model.parameters()))
-        session = know_another(level, model)
-
-        def forward(x):
-            with casts(level):
-                return model(x).float()
-
-        found = WITH_WRITES[loop](model, forward, write)
-        del session
-        return found
-
-    assert_as_close_as_autocast(run)
 
 
 # Writes that are seen where casts outlive a forward: inside of a method of the model, and between delayed micro-batches.

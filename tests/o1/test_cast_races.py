@@ -30,28 +30,13 @@ def low(*shape, value=1.0):
     return torch.full(shape, value, dtype=LOW)
 
 
-def swap_storage(weight, casting):
-    weight.data = torch.ones_like(weight)
-
-
-def write_through_data(weight, casting):
-    weight.data.fill_(1)
-
-
-def write_in_place(weight, casting):
-    with torch.no_grad():
-        weight.add_(1)
-
-
-def toggle_requires_grad(weight, casting):
-    weight.requires_grad_(not weight.requires_grad)
-
-
-def drop(weight, casting):
-    casting.caches.drop()
-
-
-MEANWHILE = [swap_storage, write_through_data, write_in_place, toggle_requires_grad, drop]
+MEANWHILE = {
+    "another storage": lambda weight, casting: setattr(weight, "data", torch.ones_like(weight)),
+    "a write through data": lambda weight, casting: weight.data.fill_(1),
+    "a write in place": lambda weight, casting: weight.detach().add_(1),
+    "requires_grad": lambda weight, casting: weight.requires_grad_(not weight.requires_grad),
+    "a drop": lambda weight, casting: casting.caches.drop(),
+}
 
 
 @pytest.mark.parametrize("happens", MEANWHILE)
@@ -61,7 +46,7 @@ def test_cast_of_what_the_weight_was_is_not_kept(casting, happens, requires_grad
 
     def convert(tensor):
         cast = tensor.to(LOW)
-        happens(weight, casting)
+        MEANWHILE[happens](weight, casting)
         return cast
 
     cache.cast(weight, convert)

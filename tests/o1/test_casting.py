@@ -1,5 +1,6 @@
 """O1 on single functions and whole models: dtypes, values, and torch given back as it was."""
 
+import itertools
 import logging
 import os
 
@@ -121,8 +122,7 @@ FP32_CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("name", FP32_CALLS)
+@pytest.mark.parametrize("name, dtype", list(zip(FP32_CALLS, itertools.cycle(LOW))))
 def test_blacklisted_call_runs_in_float32(name, dtype):
     call = FP32_CALLS[name]
     low = inputs(dtype)
@@ -149,8 +149,9 @@ SPARSE_PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("of_a_layer", [False, True], ids=["float32", "of a layer"])
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize(
+    "layout, of_a_layer", [(torch.sparse_coo, False), (torch.sparse_csr, True), (torch.sparse_csc, True)], ids=str
+)
 @pytest.mark.parametrize("name", SPARSE_PRODUCTS)
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_product_with_a_sparse_matrix_is_computed_and_differentiated_in_float32(name, layout, of_a_layer, in_python):
@@ -483,17 +484,6 @@ def test_in_place_function_on_float16_is_refused():
 
 def test_refused_operation_is_the_exception_that_apex_raised():
     assert issubclass(RefusedOperation, NotImplementedError)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_binary_cross_entropy_is_refused_in_lower_precision(dtype):
-    p = torch.rand(3)
-    with o1(dtype) as casting:
-        with pytest.raises(RefusedOperation, match="binary_cross_entropy_with_logits"):
-            nn.BCELoss()(p.to(dtype), torch.ones(3))
-        torch.testing.assert_close(F.binary_cross_entropy(p, torch.ones(3)), -p.log().mean())
-        with casting.disabled():
-            F.binary_cross_entropy(p.to(dtype), torch.ones(3).to(dtype))
 
 
 # -- switches

@@ -71,11 +71,6 @@ def test_products_with_a_vector_are_lower_precision_under_apex_only():
             assert kinds("default")[owner, name] is CastKind.PROMOTE
 
 
-def test_cpu_is_cast_under_apex_only():
-    assert (torch.Tensor, "cpu") in kinds("apex")
-    assert (torch.Tensor, "cpu") not in kinds("default")
-
-
 def test_expand_leaves_out_names_that_this_torch_lacks():
     group = RuleGroup(CastKind.FP32, ("torch", "torch.Tensor"), ("exp", "no_such_function"), "for the test")
     rules = expand([group])

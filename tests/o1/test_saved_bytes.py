@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import o1, others_slow
+from helpers import backward, o1, others_slow
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -162,8 +162,7 @@ def steps_of_o1(model, optimizer, x, loss_of):
 
     def step():
         optimizer.zero_grad()
-        with ampkit.scale_loss(loss_of(model(x)), optimizer) as scaled:
-            scaled.backward()
+        backward(loss_of(model(x)), optimizer)
         optimizer.step()
 
     return step

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -137,13 +138,10 @@ def test_trains_as_at_process_scope():
     losses = {}
     for scope in ("process", "forward"):
         torch.manual_seed(0)
-        model = Watched()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", scope=scope, verbosity=0)
+        model, optimizer = initialize_quietly(Watched(), lambda p: torch.optim.SGD(p, lr=0.1), "O1", scope=scope)
         for _ in range(5):
             loss = F.cross_entropy(model(x), y)
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses.setdefault(scope, []).append(loss.item())

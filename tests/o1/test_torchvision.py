@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import o1, others_slow
+from helpers import backward, o1, others_slow
 from torch import nn
 from torch._ops import OpOverloadPacket
 
@@ -14,6 +14,7 @@ from ampkit.patching import PatchSet
 
 torchvision = pytest.importorskip("torchvision")
 detection = torchvision.models.detection
+faster_rcnn = detection.faster_rcnn
 
 LOW = torch.bfloat16
 VISION = torch.ops.torchvision
@@ -215,6 +216,11 @@ def detector(cls):
     if cls not in (detection.FasterRCNN, detection.MaskRCNN):
         return cls(backbone, anchor_generator=anchors, score_thresh=0.0, detections_per_img=5, **sizes)
     few = {f"rpn_{when}_nms_top_n_{mode}": 20 for when in ("pre", "post") for mode in ("train", "test")}
+    sizes["num_classes"] = None  # the heads say it, which are a hundredth of torchvision's
+    few |= {"box_head": faster_rcnn.TwoMLPHead(256 * 49, 32), "box_predictor": faster_rcnn.FastRCNNPredictor(32, 4)}
+    if cls is detection.MaskRCNN:
+        few["mask_head"] = detection.mask_rcnn.MaskRCNNHeads(256, (16,), 1)
+        few["mask_predictor"] = detection.mask_rcnn.MaskRCNNPredictor(16, 16, 4)
     return cls(backbone, rpn_anchor_generator=anchors, box_detections_per_img=5, box_score_thresh=0.0, **few, **sizes)
 
 
@@ -252,8 +258,7 @@ def check_training(model, level):
     own = {} if level in ("O4", "O5") else lower_precision_of(level)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **own)
     losses = losses_of(model)
-    with ampkit.scale_loss(sum(losses.values()), optimizer) as scaled:
-        scaled.backward()
+    backward(sum(losses.values()), optimizer)
     optimizer.step()
     for name, loss in expected.items():
         assert losses[name].dtype is torch.float32

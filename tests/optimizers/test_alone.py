@@ -1,17 +1,16 @@
 """Optimizers that train a model in lower precision by themselves: no session, nothing patched."""
 
 import copy
-import io
+import functools
 import itertools
 import logging
 import math
-import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, backward
 from torch import nn
 
 import ampkit
@@ -82,7 +81,7 @@ def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, o
     optimizer = MAKERS[name](model.parameters())
     twins = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     twin = TORCHS[name](twins)
-    for step in range(300):
+    for step in range(100):
         for param, other, gradient in zip(model.parameters(), twins, gradients_like(twins, step)):
             param.grad = gradient.to(BF16)
             other.grad = param.grad.float()
@@ -90,7 +89,7 @@ def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, o
         twin.step()
     values = float32_state_dict(model, optimizer).values()
     for value, other in zip(values, twins):
-        bound = 300 * 2.0**-23 * other.detach().abs().clamp(min=2.0**-6)
+        bound = 100 * 2.0**-23 * other.detach().abs().clamp(min=2.0**-6)
         assert ((value - other).abs() <= bound).all()
     for param, value in zip(model.parameters(), values):  # and the weight is what that rounds to
         assert ((param.float() - value).abs() <= value.abs() * 2.0**-8).all()
@@ -113,15 +112,19 @@ def test_kernels_and_reference_keep_the_same_rests(name, dtype, monkeypatch):
     torch.testing.assert_close(*found, rtol=20 * 2.0**-22, atol=1e-8)
 
 
+@functools.cache  # the same for all rows
+def trained_by_torch(dtype):
+    model = net(dtype)
+    return model, train(model, torch.optim.AdamW(model.parameters(), lr=5e-4), 200)
+
+
 @pytest.mark.parametrize(
     "more", [{}, {"state_dtype": "int8"}, {"state_dtype": BF16}, {"step_in_backward": True}], ids=str
 )
 def test_a_bfloat16_model_learns_what_float32_does_and_norms_move(more):
     model = net()
-    ours = train(model, AdamW(model.parameters(), lr=5e-4, **more), 400)
-    plain, lossy = net(torch.float32), net()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=5e-4), 400)
-    in_bf16 = train(lossy, torch.optim.AdamW(lossy.parameters(), lr=5e-4), 400)
+    ours = train(model, AdamW(model.parameters(), lr=5e-4, **more), 200)
+    (_, expected), (lossy, in_bf16) = trained_by_torch(torch.float32), trained_by_torch(BF16)
     assert (lossy[1].weight == 1).all()  # torch loses every update of 5e-4 beside 1
     assert (model[1].weight != 1).any()
     assert abs(ours - expected) < 0.25 * abs(in_bf16 - expected)
@@ -262,32 +265,6 @@ def test_refused_too():
         (param.sum() * 1.0).backward()
 
 
-@pytest.mark.parametrize("make", [AdamW, SGD])
-def test_maximize_climbs_as_torch_does(make):
-    twin_of = {AdamW: torch.optim.AdamW, SGD: torch.optim.SGD}[make]
-    param, twin = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    ours = make([param], lr=0.1, weight_decay=0.1, maximize=True, foreach=True, fused=None)
-    theirs = twin_of([twin], lr=0.1, weight_decay=0.1, maximize=True)
-    for step in range(5):
-        param.grad, twin.grad = torch.full((4,), 1.0 + step), torch.full((4,), 1.0 + step)
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(param, twin)
-
-
-def test_groups_and_schedulers():
-    model = net()
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 1e-4}], lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 1e-3], total_steps=20)
-    for _ in range(10):
-        train(model, optimizer, 1)
-        schedule.step()
-    assert optimizer.param_groups[1]["weight_decay"] == 0.0
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(10 * optimizer.param_groups[1]["lr"], rel=0.05)
-
-
 @pytest.mark.parametrize("dtype, fused", [(BF16, False), (BF16, True), (F16, True)], ids=str)
 def test_under_torchs_grad_scaler(dtype, fused):
     model, plain = net(dtype), net(torch.float32)
@@ -311,25 +288,6 @@ def test_under_torchs_grad_scaler(dtype, fused):
                 assert_same(bits(optimizer), before)
     assert scaler.get_scale() == 2.0**9
     assert abs(loss_of(model).item() - loss_of(plain).item()) < 0.01
-
-
-def test_copies_and_pickles_train_on_apart():
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-3, max_norm=10.0, step_in_backward=False)
-    train(model, optimizer, 3)
-    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    buffer = io.BytesIO()
-    torch.save((model, optimizer), buffer)
-    twins.append(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False))
-    before = bits(optimizer)
-    for other, twin in twins:
-        assert_same(bits(twin), before)
-        assert twin.max_norm == 10.0 and twin.rests
-        train(other, twin, 3)
-    assert_same(bits(optimizer), before)
-    train(model, optimizer, 3)
-    for _, twin in twins:
-        assert_same(bits(twin), bits(optimizer))
 
 
 def test_a_copy_steps_in_backward_too():
@@ -482,8 +440,7 @@ def test_a_session_takes_rests_over_and_gives_them_back(name, level):
     assert all(torch.equal(after[key], before[key]) for key in before)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     optimizer.zero_grad()
-    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(loss_of(model), optimizer)
     optimizer.step()
     learned = {key: value.clone() for key, value in model.state_dict().items()}
     ampkit.close()

@@ -1,12 +1,11 @@
 """Fused optimizers over stored weights: one pass from gradients to masters and weights, judged by torch.optim in float64."""
 
 import copy
-import gc
 import math
 
 import pytest
 import torch
-from helpers import STORED_BF16, assert_all_close, at, backward, initialize_quietly, random_batch
+from helpers import STORED_BF16, assert_all_close, backward, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +14,6 @@ from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
 from ampkit.apex.parallel.LARC import LARC
-from ampkit.casting.narrow_gradients import stored_gradient
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -33,10 +31,6 @@ TWINS = {
     "FusedAdam L2": (lambda p: FusedAdam(p, adam_w_mode=False, **ADAM), lambda p: torch.optim.Adam(p, **ADAM)),
     "FusedAdagrad": (lambda p: FusedAdagrad(p, **ADAGRAD), lambda p: torch.optim.Adagrad(p, **ADAGRAD)),
     "apex FusedAdam": (lambda p: apex_optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
-    "FusedSGD without gradients of masters": (
-        lambda p: FusedSGD(p, **SGD),
-        lambda p: torch.optim.SGD(p, **SGD),
-    ),
 }
 # Steps in float32 against steps in float64, and against each other.
 TOLERANCE = 2e-6
@@ -165,14 +159,22 @@ CLIPS = {
         list(ampkit.master_params(optimizer)),
     )[0],
     "by hand": lambda optimizer, bound: torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), bound),
+    "of a list": lambda optimizer, bound: torch.nn.utils.clip_grad_norm_(list(ampkit.master_params(optimizer)), bound),
+}
+
+
+CLIPPED = {
+    "FusedAdam": TWINS["FusedAdam"],
+    "torch": (TWINS["FusedSGD"][1],) * 2,
+    "over stand-ins": (lambda p: torch.optim.NAdam(p, lr=0.02),) * 2,
 }
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("way", CLIPS)
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "torch"])
+@pytest.mark.parametrize("name", CLIPPED)
 def test_clipping_is_torchs_in_float64(name, way, level):
-    make, make_twin = TWINS.get(name, (lambda p: torch.optim.SGD(p, **SGD), lambda p: torch.optim.SGD(p, **SGD)))
+    make, make_twin = CLIPPED[name]
     model, optimizer = with_fused(make, level, **({} if level in (STORED_BF16, "O5") else {"loss_scale": 64.0}))
     params, twin = float64_twin(make_twin, optimizer)
     for step in range(3):
@@ -238,9 +240,8 @@ def test_clipping_an_overflow_leaves_it_to_the_loss_scale(level, make):
 # Accumulation
 
 
-@pytest.mark.parametrize("clipped_between", [False, True])
+@pytest.mark.parametrize("growth_interval, clipped_between", [(1, False), (2000, True)])
 @pytest.mark.parametrize("delays", [(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("growth_interval", [1, 2000])
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_micro_batches_add_up(level, growth_interval, delays, clipped_between):
     """Against float64 sums of the very gradients that each backward pass computed."""
@@ -317,20 +318,6 @@ def test_cleared_gradients_are_not_stepped_and_nothing_is_added_to_them(level, m
     assert torch.equal(masters(optimizer)[-1].grad, torch.full((3,), 4.0))  # of four rows
 
 
-def test_edits_of_masters_and_weights_between_backward_and_step_count():
-    def edit(model, optimizer):
-        with torch.no_grad():
-            masters(optimizer)[-2].fill_(3.0)
-            model.side.weight.fill_(5.0)
-
-    _, model, _ = one_step(between=edit)
-    gradients = dict(zip([n for n, _ in model.named_parameters()], (p.grad for p in model.parameters())))
-    state = model.state_dict()
-    assert torch.equal(state["last.weight"], 3.0 - gradients["last.weight"].float())
-    # Written to the weight itself: within half of the last place of 5, which is 2^-5.
-    assert (state["side.weight"] - 5.0 + gradients["side.weight"].float()).abs().max() <= 2.0**-6
-
-
 def test_an_edit_survives_a_step_that_is_skipped():
     model, optimizer = with_fused(TWINS["FusedAdam"][0])
     backward_on_batch(model, optimizer, factor=math.inf)
@@ -340,90 +327,6 @@ def test_an_edit_survives_a_step_that_is_skipped():
     assert ampkit.step_was_skipped(optimizer)
     assert torch.equal(model.last.weight.float(), torch.full((3, 8), 3.0))
     assert torch.equal(model.state_dict()["last.weight"], torch.full((3, 8), 3.0))
-
-
-def test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed():
-    start, model, optimizer = one_step()
-    after = [p.detach().clone() for p in masters(optimizer)]
-    optimizer.step()
-    for a, b, c in zip(start, after, masters(optimizer)):
-        assert torch.allclose(a - b, b - c, atol=1e-6)
-    ampkit.close()
-    model, optimizer = with_fused(lambda p: FusedSGD(p, lr=1.0))
-    before = [p.detach().clone() for p in masters(optimizer)]
-    backward_on_batch(model, optimizer, factor=math.inf)
-    optimizer.step()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer)))
-    # ... and gradients without a loss scale are not held back for it.
-    optimizer.zero_grad()
-    F.mse_loss(model(random_batch(1)[0]).float(), random_batch(1)[1]).backward()
-    optimizer.step()
-    assert not torch.equal(before[0], masters(optimizer)[0])
-
-
-def test_groups_added_later_step_with_their_own_count_and_rate():
-    torch.manual_seed(0)
-    model = WithSide()
-    optimizer = FusedAdam([*model.first.parameters(), *model.norm.parameters()], lr=0.01)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    backward_on_batch(model, optimizer)
-    optimizer.step()
-    optimizer.add_param_group({"params": model.last.parameters(), "lr": 0.5})
-    optimizer.zero_grad()
-    model.zero_grad()
-    before = model.state_dict()["last.bias"].clone()
-    backward_on_batch(model, optimizer)
-    optimizer.step()
-    # Adam's first step is the rate in the direction of the sign.
-    assert torch.allclose((model.state_dict()["last.bias"] - before).abs(), torch.full((3,), 0.5), rtol=1e-3)
-    steps = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
-    assert steps == [2, 2, 2, 2, 1, 1]
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_saved_and_loaded_training_goes_on_bit_for_bit(name):
-    def run(model, optimizer, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            model.zero_grad()
-            backward_on_batch(model, optimizer, step, factor=math.inf if step == 1 else 1.0)
-            optimizer.step()
-
-    model, optimizer = with_fused(EVERY[name])
-    run(model, optimizer, range(4))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
-    run(model, optimizer, range(4, 7))
-    expected = [p.detach().clone() for p in masters(optimizer)]
-    ampkit.close()
-    model, optimizer = with_fused(EVERY[name])
-    run(model, optimizer, range(1))
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    ampkit.load_state_dict(saved[2])
-    run(model, optimizer, range(4, 7))
-    assert all(torch.equal(a, b) for a, b in zip(expected, masters(optimizer)))
-
-
-@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
-@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("apex") and name != "FusedAdagrad"])
-def test_state_goes_to_the_torch_twin_and_on(name, level):
-    make, make_twin = TWINS[name]
-    model, optimizer = with_fused(make, level)
-    for step in range(2):
-        optimizer.zero_grad()
-        backward_on_batch(model, optimizer, step)
-        optimizer.step()
-    params, twin = float64_twin(make_twin, optimizer)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(2, 4):
-        optimizer.zero_grad()
-        backward_on_batch(model, optimizer, step)
-        for param, gradient in zip(params, gradients_in_float64(model)):
-            param.grad = gradient
-        optimizer.step()
-        twin.step()
-    assert_all_close(masters(optimizer), params, TOLERANCE)
 
 
 def test_a_copied_optimizer_has_its_settings():
@@ -439,51 +342,6 @@ def test_a_copied_optimizer_has_its_settings():
 
 
 # Memory
-
-
-def reachable_bytes(*roots):
-    """The bytes of all tensor storages that are reachable from these objects, each counted once."""
-    seen, storages, pending = set(), {}, list(roots)
-    while pending:
-        thing = pending.pop()
-        if id(thing) in seen or isinstance(thing, (type, type(gc), type(lambda: 0))):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-            if (gradient := stored_gradient(thing)) is not None:
-                pending.append(gradient)
-            pending.append(vars(thing))
-            continue
-        pending.extend(gc.get_referents(thing))
-    return sum(storages.values())
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("level", ["O2", STORED_BF16, pytest.param("O5", marks=pytest.mark.compiled("wrappers"))])
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.Adam])
-def test_after_a_step_of_adam_fourteen_bytes_are_held_per_parameter(kind, level, delayed):
-    """No float32 gradients any more: many scripts clear gradients after the next forward pass only."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
-    optimizer = kind(model.parameters(), lr=1e-3)
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
-    x = torch.ones(2, 128)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for waits in (True, True, False) if delayed else (False,):
-            with ampkit.scale_loss(model(x).float().mean(), optimizer, delay_unscale=waits) as scaled:
-                scaled.backward()
-        del scaled
-        ampkit.clip_grad_norm_(optimizer, 1.0)
-        optimizer.step()
-    parameters = sum(p.numel() for p in model.parameters())
-    held = reachable_bytes(model, optimizer, ampkit.current_session())
-    # Weight and rest 4, gradient 2, moments 8; and a few words for steps and flags. At O5 a sum of backward passes is float32.
-    expected = 16 if level == "O5" and delayed else 14
-    assert expected * parameters <= held <= expected * parameters + 4096
-    [p.grad for p in ampkit.master_params(optimizer)]  # brings float32 gradients about: the count can tell
-    assert reachable_bytes(model, optimizer, ampkit.current_session()) >= 16 * parameters
 
 
 # -- complex parameters

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, net_with_norm
+from helpers import STORED_BF16, at, backward, initialize_quietly, net_with_norm
 from torch import nn
 
 import ampkit
@@ -29,28 +29,18 @@ OPTIMIZERS = {
 }
 
 
-def all_of_them(model, group):
-    group["params"] = list(model.parameters())
-
-
-def by_a_generator(model, group):
-    group["params"] = (param for param in model.parameters())
-
-
-def one_by_one(model, group):
-    for index, param in enumerate(model.parameters()):
-        group["params"][index] = param
-
-
-def nothing(model, group):
-    """What the others are compared with."""
+WAYS = {
+    "all of them": lambda model, group: group.update(params=list(model.parameters())),
+    "by a generator": lambda model, group: group.update(params=(param for param in model.parameters())),
+    "one by one": lambda model, group: [
+        group["params"].__setitem__(index, param) for index, param in enumerate(model.parameters())
+    ],
+}
 
 
 def trained(way, moment, make_optimizer, level):
     """Three steps, the groups changed at one moment of each; the weights after them."""
-    model = model_of_test()
-    optimizer = make_optimizer(model.parameters())
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    model, optimizer = initialize_quietly(model_of_test(), make_optimizer, level)
     for _ in range(3):
         if moment == "before the block":
             way(model, optimizer.param_groups[0])
@@ -66,14 +56,16 @@ def trained(way, moment, make_optimizer, level):
     return weights
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "level, name",
+    [("O1", "SGD"), ("O2", "FusedSGD"), (STORED_BF16, "AdamW(fused)"), ("O5", "FusedAdam"), ("O2", "SGD")],
+)
 @pytest.mark.parametrize("moment", ["before the block", "before the step"])
-@pytest.mark.parametrize("way", [all_of_them, by_a_generator, one_by_one])
-def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, moment, make_optimizer, level):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, moment, name, level):
     """Bit for bit, momentum included."""
-    expected = trained(nothing, moment, make_optimizer, level)
-    found = trained(way, moment, make_optimizer, level)
+    expected = trained(lambda model, group: None, moment, OPTIMIZERS[name], level)
+    found = trained(WAYS[way], moment, OPTIMIZERS[name], level)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -81,9 +73,7 @@ def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, m
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(make_optimizer, level):
     """Layers that are frozen for a while by giving the optimizer the others only."""
-    model = model_of_test()
-    optimizer = make_optimizer(model.parameters())
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    model, optimizer = initialize_quietly(model_of_test(), make_optimizer, level)
     moved = []
     for chosen in (model, model[3], model):
         optimizer.param_groups[0]["params"] = list(chosen.parameters())
@@ -145,9 +135,7 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
     level, cls, closure, through_data
 ):
     """Its masters stay where they were, and would undo each step."""
-    model = model_of_test()
-    optimizer = cls(model.parameters(), lr=0.0, through_data=through_data)
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    model, optimizer = initialize_quietly(model_of_test(), lambda p: cls(p, lr=0.0, through_data=through_data), level)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
 
     def step():
@@ -172,8 +160,7 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
 def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    optimizer = WithItsOwnList(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
+    model, optimizer = initialize_quietly(model, lambda p: WithItsOwnList(p, lr=1.0), level, policy="apex")
     backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
     optimizer.step()
     assert model.weight.item() == 0.75
@@ -230,9 +217,7 @@ def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
 
     def moved(level):
         torch.manual_seed(0)
-        model = model_of_test()
-        optimizer = SAM(model.parameters(), base, lr=1e-4)
-        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        model, optimizer = initialize_quietly(model_of_test(), lambda p: SAM(p, base, lr=1e-4), level, loss_scale=1.0)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         for _ in range(50):
             backward(loss_of(model), optimizer)

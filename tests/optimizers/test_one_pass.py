@@ -69,21 +69,18 @@ def set_gradients(params, seed):
         p.grad = values.to(p.dtype)
 
 
-@pytest.mark.parametrize("dtype", [*LOWER, torch.float32])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_update_is_torchs_in_float64(name, dtype, only_one_pass):
-    model, optimizer = initialized(OPTIONS[name], dtype)
+def beside_float64(make, steps, edit=lambda step, optimizer, model: None, dtype=torch.bfloat16):
+    """Steps over drawn gradients, which ``edit`` may write to, and the same of torch in float64; models and optimizers of both."""
+    model, optimizer = initialized(make, dtype)
     assert model[0].weight.dtype is dtype
     twin = net().double()
-    reference = OPTIONS[name](twin.parameters())
-    for seed in range(20):
-        for params in (model.parameters(), twin.parameters()):
-            set_gradients(params, seed)
-        optimizer.step()
-        reference.step()
-    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
-    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
+    reference = make(twin.parameters())
+    for step in range(steps):
+        for one, its in ((optimizer, model), (reference, twin)):
+            set_gradients(its.parameters(), step)
+            edit(step, one, its)
+            one.step()
+    return model, optimizer, twin, reference
 
 
 def values_of(model):
@@ -114,6 +111,29 @@ def assert_trained_alike(model, optimizer, twin, reference):
     assert_equal_layout(optimizer.state_dict(), reference.state_dict())
     for found, expected in zip(values_of(model), twin.parameters(), strict=True):
         torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [*LOWER, torch.float32])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_update_is_torchs_in_float64(name, dtype, only_one_pass):
+    assert_trained_alike(*beside_float64(OPTIONS[name], 20, dtype=dtype))
+
+
+def without_the_first(step, optimizer, model):
+    for p in list(model.parameters())[: step % 3]:
+        p.grad = None
+
+
+def sets_a_count_back(step, optimizer, model):
+    if step == 5:
+        for moment in optimizer.state[model[0].weight].values():
+            moment.zero_()
+
+
+@pytest.mark.parametrize("edit", [without_the_first, sets_a_count_back])
+def test_parameters_have_their_own_counts(edit):
+    """Those that have stepped at different times, and one whose count a script sets back."""
+    assert_trained_alike(*beside_float64(lambda p: torch.optim.AdamW(p, lr=1e-2), 9, edit))
 
 
 @pytest.mark.parametrize("dtype", LOWER)
@@ -164,19 +184,6 @@ def test_state_goes_to_torch_and_back(make, only_one_pass):
             assert after[index][name].dtype is value.dtype and torch.equal(after[index][name], value), name
 
 
-def test_parameters_that_have_stepped_at_different_times_have_their_own_counts():
-    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
-    twin = net().double()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for seed in range(9):
-        for one, m in ((optimizer, model), (reference, twin)):
-            set_gradients(m.parameters(), seed)
-            for p in list(m.parameters())[: seed % 3]:
-                p.grad = None
-            one.step()
-    assert_trained_alike(model, optimizer, twin, reference)
-
-
 @pytest.mark.parametrize("level, dtype", [(STORED_BF16, torch.bfloat16), ("O5", torch.float32)])
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, level, dtype, only_one_pass, recwarn):
@@ -218,17 +225,17 @@ def test_a_hook_that_writes_to_gradients_counts(only_one_pass):
 
 @pytest.mark.parametrize("name", ["SGD, momentum and decay", "AdamW"])
 def test_gradients_are_clipped_in_the_step(name, only_one_pass):
-    model, optimizer = initialized(OPTIONS[name])
-    twin = net().double()
-    reference = OPTIONS[name](twin.parameters())
-    for seed in range(3):
-        for params in (model.parameters(), twin.parameters()):
-            set_gradients(params, seed)
-        norm = ampkit.clip_grad_norm_(optimizer, 0.5)
-        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
-        optimizer.step()
-        reference.step()
+    norms = []
+
+    def clip(step, optimizer, model):
+        is_ours = model[0].weight.dtype is torch.bfloat16
+        clipped = (
+            ampkit.clip_grad_norm_(optimizer, 0.5) if is_ours else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        )
+        norms.append(clipped.double())
+
+    model, _, twin, _ = beside_float64(OPTIONS[name], 3, clip)
+    torch.testing.assert_close(norms[::2], norms[1::2], rtol=1e-6, atol=0)
     for found, one in zip(values_of(model), twin.parameters(), strict=True):
         torch.testing.assert_close(found.double(), one.detach(), rtol=1e-5, atol=1e-5)
 
@@ -237,20 +244,14 @@ def test_gradients_are_clipped_in_the_step(name, only_one_pass):
 
 
 def test_an_option_that_is_switched_on_in_mid_run_is_torchs_own_step_and_said_once(caplog):
-    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
-    twin = net().double()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    def switch(step, optimizer, model):
+        optimizer.param_groups[0]["amsgrad"] = step in (2, 3)
+        if step == 2:
+            for state in optimizer.state.values():
+                state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
     with caplog.at_level("INFO", logger="ampkit"):
-        for seed in range(6):
-            for one, params in ((optimizer, model.parameters()), (reference, twin.parameters())):
-                set_gradients(params, seed)
-                if seed == 2:
-                    one.param_groups[0]["amsgrad"] = True
-                    for state in one.state.values():
-                        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
-                if seed == 4:
-                    one.param_groups[0]["amsgrad"] = False
-                one.step()
+        model, _, twin, _ = beside_float64(lambda p: torch.optim.AdamW(p, lr=1e-2), 6, switch)
     assert caplog.text.count("amsgrad=True") == 1 and "AdamW.step() runs over float32 copies" in caplog.text
     for found, expected in zip(values_of(model), twin.parameters(), strict=True):
         torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
@@ -268,24 +269,16 @@ def test_a_step_that_a_script_has_replaced_runs_over_float32_and_is_said_once(ca
         optimizer.step = step
         return optimizer
 
-    model, optimizer = initialized(adamw)
-    twin = net().double()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     with caplog.at_level("INFO", logger="ampkit"):
-        for seed in range(4):
-            for one, params in ((optimizer, model.parameters()), (reference, twin.parameters())):
-                set_gradients(params, seed)
-                one.step()
+        model, optimizer, *reference = beside_float64(adamw, 4)
     assert optimizer.updates == 4 and caplog.text.count("its step() is not torch's own") == 1
-    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    assert_trained_alike(model, optimizer, *reference)
 
 
 def test_a_sparse_gradient_is_torchs_own_step(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
+    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.5), STORED_BF16)
     before = values_of(model)
     with caplog.at_level("INFO", logger="ampkit"):
         iterate(lambda: model(torch.tensor([1, 3, 3])).sum(), optimizer)
@@ -373,17 +366,3 @@ def test_a_step_of_the_scripts_own_is_not_torchs():
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
     torch.testing.assert_close(values_of(model)[0], torch.full((4, 4), 0.99), rtol=0, atol=1e-5)
-
-
-def test_a_count_that_a_script_sets_back_is_that_parameters_alone():
-    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
-    twin = net().double()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for seed in range(6):
-        for one, m in ((optimizer, model), (reference, twin)):
-            set_gradients(m.parameters(), seed)
-            if seed == 5:
-                for moment in one.state[m[0].weight].values():
-                    moment.zero_()
-            one.step()
-    assert_trained_alike(model, optimizer, twin, reference)

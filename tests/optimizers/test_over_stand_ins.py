@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_steps_as_over_float32
+from helpers import assert_steps_as_over_float32, backward, initialize_quietly, iterate
 from torch import nn
 
 import ampkit
@@ -27,11 +27,9 @@ def test_steps_are_those_over_float32_parameters(name):
 def test_state_is_in_the_order_of_parameters_as_in_torch(name):
     """Scripts zip it with the parameters. Norms have none of the float32 values beside weights."""
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.LayerNorm(4))
-    optimizer = OPTIMIZERS[name](model.parameters())
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialize_quietly(model, OPTIMIZERS[name], "O2")
     for _ in range(2):
-        with ampkit.scale_loss(model(torch.ones(2, 4)).square().sum(), optimizer) as loss:
-            loss.backward()
+        backward(model(torch.ones(2, 4)).square().sum(), optimizer)
         optimizer.step()
         assert [id(param) for param in optimizer.state] == [id(param) for param in model.parameters()]
 
@@ -52,9 +50,5 @@ def test_a_step_that_calls_its_classs_step_is_one_step_to_hooks(level):
     optimizer = CallsItsClass(model.parameters(), lr=2.0**-12)
     optimizer.register_step_post_hook(lambda *_: None)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with ampkit.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
+    iterate(lambda: model(torch.ones(1, 2)).float().sum(), optimizer, 2)
     assert torch.equal(model.state_dict()["weight"], torch.full((2, 2), 1 - 2.0**-11))

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, iterate, random_batch
+from helpers import backward, iterate, random_batch
 from torch import nn
 
 import ampkit
@@ -67,7 +67,7 @@ def one_layer():
 @pytest.mark.parametrize("dtype", LOWER)
 @pytest.mark.parametrize(
     ("make", "build", "steps"),
-    [(adamw, one_layer, 1000), (adamw, net, 50), (sgd, net, 50), (torch_adamw, one_layer, 1000), (torch_sgd, net, 50)],
+    [(adamw, one_layer, 300), (sgd, net, 50), (torch_adamw, one_layer, 300), (torch_sgd, net, 50)],
 )
 def test_training_is_that_of_whole_float32_masters(make, build, steps, dtype):
     """Whose weights are rounded ties away: in bfloat16 bit for bit; in float16 values below 2^-14 are kept to 2^-40."""
@@ -97,18 +97,6 @@ def trained(**settings):
     return model, optimizer
 
 
-def test_other_memory_for_the_same_weights_loses_nothing():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
-    model, optimizer = initialized(model=model)
-    inputs = torch.randn(2, 3, 3, 3)
-    iterate(lambda: model(inputs).square().mean(), optimizer)
-    before = float32_values(model)
-    model.to(memory_format=torch.channels_last)
-    assert_same(float32_values(model), before)
-    iterate(lambda: model(inputs).square().mean(), optimizer)
-    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
-
-
 def test_close_gives_the_float32_values_back():
     model, optimizer = trained()
     expected, weights = float32_values(model), list(model.parameters())
@@ -124,81 +112,15 @@ def test_close_gives_the_float32_values_back():
 # Gradients
 
 
-def over_stand_ins_and_in_one_pass(**settings):
-    """The same model with torch's optimizer and ours, in two sessions."""
-    for one in (torch_sgd, sgd):
-        yield initialized(one, one_pass_step=False, **settings)
-
-
-def assert_masters_close(results):
-    first, second = results
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=0, atol=2e-6)
-
-
 def test_blocks_are_added_in_float32():
     """1 and then thirty-two times 2^-9 in bfloat16 stay 1; in float32 they are 1.0625."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     model, optimizer = initialized(lambda p: optimizers.FusedSGD(p, lr=2.0**-10), model=model, policy="apex")
     for size in (1.0, *[2.0**-9] * 32):
-        with ampkit.scale_loss(model(torch.full((1, 1), size)).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.full((1, 1), size)).sum(), optimizer)
     optimizer.step()
     assert model.state_dict()["weight"].item() == 1.0 - 1.0625 * 2.0**-10
-
-
-CLIPS = {
-    "ampkit": lambda model, optimizer: ampkit.clip_grad_norm_(optimizer, 0.01),
-    "master_params": lambda model, optimizer: nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.01),
-    "parameters": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
-    "by hand": lambda model, optimizer: [p.grad.mul_(0.1) for p in ampkit.master_params(optimizer)],
-    "list": lambda model, optimizer: [setattr(p, "grad", p.grad * 0.1) for p in list(ampkit.master_params(optimizer))],
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_clipping_is_the_same_over_stand_ins_and_in_one_pass(clip):
-    results = []
-    for model, optimizer in over_stand_ins_and_in_one_pass():
-        for _ in range(3):
-            optimizer.zero_grad()
-            for seed in (1, 2):
-                with ampkit.scale_loss(loss_of(model, seed)(), optimizer) as scaled:
-                    scaled.backward()
-            CLIPS[clip](model, optimizer)
-            optimizer.step()
-        results.append(float32_values(model))
-        ampkit.close()
-    assert_masters_close(results)
-
-
-def test_a_value_that_is_still_held_brings_no_old_gradient_into_the_step():
-    """``for average, p in zip(averages, master_params(optimizer))`` after the step leaves the last ``p`` behind."""
-    results = []
-    for model, optimizer in over_stand_ins_and_in_one_pass():
-        for seed in range(3):
-            iterate(loss_of(model, seed), optimizer)
-            held = list(ampkit.master_params(optimizer))
-        iterate(loss_of(model, 3), optimizer)
-        del held
-        results.append(float32_values(model))
-        ampkit.close()
-    assert_masters_close(results)
-
-
-def test_a_held_value_has_the_gradient_of_now():
-    """Clipping a list that was made before the backward pass clips."""
-    model, optimizer = trained()
-    held = list(ampkit.master_params(optimizer))
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in held)
-    with ampkit.scale_loss(loss_of(model)(), optimizer) as scaled:
-        scaled.backward()
-    norm = nn.utils.clip_grad_norm_(held, 0.01)
-    assert norm > 0.02
-    grads = [p.grad for p in ampkit.master_params(optimizer)]
-    assert float(nn.utils.get_total_norm(grads)) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_counted_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
@@ -254,20 +176,6 @@ def test_masters_that_were_kept_over_close_write_nowhere():
     assert_same(dict(model.state_dict()), expected)
 
 
-def test_parameters_of_two_optimizers_come_back_once():
-    model = net()
-    both = [adamw(model.parameters()), sgd(model[2].parameters())]
-    model, both = ampkit.initialize(model, both, **at(STORED_BF16, verbosity=0))
-    with ampkit.scale_loss(loss_of(model)(), both) as scaled:
-        scaled.backward()
-    for optimizer in both:
-        optimizer.step()
-    expected = float32_values(model)
-    ampkit.close()
-    assert_same(float32_values(model), expected)
-    assert model[2].weight.grad.dtype is torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
     model, _ = trained()
@@ -275,28 +183,6 @@ def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
     expected = {name: value.float() for name, value in model.state_dict().items()}
     ampkit.close()
     assert_same(float32_values(model), expected)
-
-
-def test_frozen_tied_and_later_parameters():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    optimizer = sgd(model[0].parameters())
-    original = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
-    inputs = torch.randn(5, 4)
-    model[2].bias.requires_grad_(False)
-    iterate(lambda: model(inputs).square().mean(), optimizer)
-    state = model.state_dict()
-    assert torch.equal(state["0.weight"], state["1.weight"]) and not torch.equal(
-        state["0.weight"], original["0.weight"]
-    )
-    assert torch.equal(state["2.weight"], original["2.weight"])
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    assert torch.equal(model.state_dict()["2.weight"], original["2.weight"])
-    iterate(lambda: model(inputs).square().mean(), optimizer)
-    assert not torch.equal(model.state_dict()["2.weight"], original["2.weight"])
-    assert torch.equal(model.state_dict()["2.bias"], original["2.bias"])
-    assert model[0].weight.dtype is BF16 and model[2].weight.dtype is torch.float32  # which no optimizer held at first
 
 
 @pytest.mark.parametrize("value", (0.0, float("inf"), float("nan"), 1.0))

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import backward, iterate
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -15,49 +16,19 @@ import ampkit
 from ampkit.optimizers import FusedSGD
 
 
-def halve_gradients_of_the_model(model, optimizer):
-    for p in model.parameters():
-        p.grad.mul_(0.5)
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def assign_gradients_of_the_model(model, optimizer):
-    for p in model.parameters():
-        p.grad = p.grad * 0.5
-
-
-def halve_gradients_of_the_groups(model, optimizer):
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad.mul_(0.5)
-
-
-def halve_the_model(model, optimizer):
-    for p in model.parameters():
-        p.data.mul_(0.5)
-
-
-@torch.no_grad()
-def clamp_the_groups(model, optimizer):
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.clamp_(-0.25, 0.25)
-
-
-@torch.no_grad()
-def clamp_the_model(model, optimizer):
-    for p in model.parameters():
-        p.clamp_(-0.25, 0.25)
-
-
+# When the hook runs, the parameters that it has, and what it does to each.
 HOOKS = {
-    "before": [
-        halve_gradients_of_the_model,
-        assign_gradients_of_the_model,
-        halve_gradients_of_the_groups,
-        halve_the_model,
-        clamp_the_groups,
-    ],
-    "after": [clamp_the_groups, clamp_the_model],
+    "halves gradients of the model": ("before", "model", lambda p: p.grad.mul_(0.5)),
+    "assigns gradients of the model": ("before", "model", lambda p: setattr(p, "grad", p.grad * 0.5)),
+    "halves gradients of the groups": ("before", "groups", lambda p: p.grad.mul_(0.5)),
+    "halves the model": ("before", "model", lambda p: p.data.mul_(0.5)),
+    "clamps the groups": ("before", "groups", lambda p: p.clamp_(-0.25, 0.25)),
+    "clamps the groups afterwards": ("after", "groups", lambda p: p.clamp_(-0.25, 0.25)),
+    "clamps the model afterwards": ("after", "model", lambda p: p.clamp_(-0.25, 0.25)),
 }
 
 
@@ -73,7 +44,7 @@ OPTIMIZERS = {
 }
 
 
-def train(make_optimizer, when, hook, level=None, **settings):
+def train(make_optimizer, hook, level=None, **settings):
     """The weights and the output after two steps."""
     model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
     for p in model.parameters():
@@ -81,8 +52,15 @@ def train(make_optimizer, when, hook, level=None, **settings):
     optimizer = make_optimizer(model.parameters())
     if level is not None:
         model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    when, whose, write = hook
     place = optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook
-    place(lambda *_: hook(model, optimizer))
+
+    @torch.no_grad()
+    def write_all(*_):
+        for p in model.parameters() if whose == "model" else params_of(optimizer):
+            write(p)
+
+    place(write_all)
     x = torch.ones(1, 2)
     for _ in range(2):
         optimizer.zero_grad()
@@ -96,28 +74,30 @@ def train(make_optimizer, when, hook, level=None, **settings):
 
 @pytest.mark.parametrize("settings", [{"level": "O1"}, {"level": "O2"}], ids=str)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("when, hook", [(when, hook) for when, hooks in HOOKS.items() for hook in hooks])
-def test_what_a_step_hook_writes_counts(when, hook, make_optimizer, settings):
-    expected = train(make_optimizer, when, hook)
-    assert not torch.equal(expected[0], train(make_optimizer, when, lambda *_: None)[0])  # the hook matters
-    for value, want in zip(train(make_optimizer, when, hook, **settings), expected, strict=True):
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_step_hook_writes_counts(name, make_optimizer, settings):
+    hook = HOOKS[name]
+    expected = train(make_optimizer, hook)
+    assert not torch.equal(expected[0], train(make_optimizer, (*hook[:2], lambda p: None))[0])  # the hook matters
+    for value, want in zip(train(make_optimizer, hook, **settings), expected, strict=True):
         assert torch.equal(value, want)
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_hook_of_all_optimizers_counts(make_optimizer):
-    expected = train(make_optimizer, "before", halve_gradients_of_the_model)
+    expected = train(make_optimizer, HOOKS["halves gradients of the model"])
     model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
     for p in model.parameters():
         nn.init.ones_(p)
     model, optimizer = ampkit.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
-    hook = register_optimizer_step_pre_hook(lambda *_: halve_gradients_of_the_model(model, optimizer))
+
+    def halve(*_):
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    hook = register_optimizer_step_pre_hook(halve)
     try:
-        for _ in range(2):
-            optimizer.zero_grad()
-            with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+        iterate(lambda: model(torch.ones(1, 2)).sum(), optimizer, 2)
     finally:
         hook.remove()
     for value, want in zip(model.state_dict().values(), expected):
@@ -134,8 +114,7 @@ def test_gradients_that_a_hook_looks_at_were_clipped_once(make_optimizer):
         weight, make_optimizer(weight.parameters()), opt_level="O2", policy="apex", verbosity=0
     )
     optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0].grad.float()))
-    with ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(1, 4)).sum(), optimizer)
     ampkit.clip_grad_norm_(optimizer, 1.0)
     optimizer.step()
     assert torch.allclose(seen[0], torch.full((1, 4), 0.5), rtol=1e-5)

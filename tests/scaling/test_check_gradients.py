@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import STORED_BF16, initialize_quietly
+from helpers import STORED_BF16, backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,8 +30,8 @@ TORCHS = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
 }
 CASES = [
-    *[(level, make) for level in ("O0", "O1", "O2", "O3", "O4", "O5") for make in OURS],
-    *[(level, make) for level in ("O2", "O4", "O5") for make in TORCHS],
+    *[(level, "FusedAdam") for level in ("O0", "O1", "O3", "O4")],
+    *[(level, make) for level in ("O2", "O5") for make in (*OURS, *TORCHS)],
 ]
 SKIPPED = "this step is skipped"
 
@@ -50,8 +50,7 @@ def iteration(model, optimizer, bad=1.0, seed=1, clip=None):
     x, y = batch(seed)
     optimizer.zero_grad()
     loss = F.mse_loss(model(x * bad if math.isnan(bad) else x).float(), y)
-    with ampkit.scale_loss(loss if math.isnan(bad) else loss * bad, optimizer) as scaled:
-        scaled.backward()
+    backward(loss if math.isnan(bad) else loss * bad, optimizer)
     if clip is not None:
         ampkit.clip_grad_norm_(optimizer, clip)
     optimizer.step()
@@ -83,22 +82,6 @@ def test_a_bad_batch_leaves_no_trace_and_is_told(level, name, clip, caplog):
     after = everything(model, optimizer)
     assert all(value.float().isfinite().all() for value in after)
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
-@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
-def test_without_a_block_a_step_looks_too(name, level):
-    """At loss scale 1 scripts may leave `scale_loss` out."""
-    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
-    x, y = batch()
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
-    before = everything(model, optimizer)
-    optimizer.zero_grad()
-    (F.mse_loss(model(x), y) * math.inf).backward()
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
-    assert int(model[1].num_batches_tracked) == 2  # of a finite batch, which is counted whatever its loss
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
@@ -191,8 +174,7 @@ def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
     settings = {"loss_scale": 128.0} if level == "O2" else {}
     model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], level, **settings)
     x, y = batch()
-    with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x).float(), y), optimizer)
     if clips:
         ampkit.clip_grad_norm_(optimizer, 1.0)
     optimizer.step()
@@ -221,8 +203,7 @@ def test_a_clip_that_has_measured_inf_skips_the_step(name, level):
     x, y = batch()
     model[3].bias.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
     optimizer.zero_grad()
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == math.inf
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
@@ -257,8 +238,7 @@ def test_each_loss_counts_its_own_skips():
         for _ in range(60):
             for index, factor in enumerate((math.nan, 1.0)):
                 both[index].zero_grad()
-                with ampkit.scale_loss(models[index](x).sum() * factor, both[index], loss_id=index) as scaled:
-                    scaled.backward()
+                backward(models[index](x).sum() * factor, both[index], loss_id=index)
                 both[index].step()
 
 
@@ -282,22 +262,6 @@ def test_skips_without_blocks_are_told_and_end_the_training(name, level, caplog)
     with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
         for _ in range(51):
             step(math.nan)
-
-
-def test_what_was_found_goes_with_the_step_that_used_it():
-    """What a block has found is counted by one step, and gradients that stay are judged by all their blocks, in one number."""
-    model, optimizer = initialize_quietly(net(), TORCHS["AdamW"], "O2")
-    findings = wrapper_of(optimizer).findings
-    for _ in range(20):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        x, y = batch()
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-            scaled.backward()
-        assert len(findings.new) == 1
-        optimizer.step()
-        assert findings.new == [] and findings._found is not None
 
 
 def test_a_static_scale_counts_on_and_stays_what_it_was():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, initialize_quietly, random_batch
+from helpers import STORED_BF16, at, backward, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # bound before anything is initialized
@@ -68,8 +68,7 @@ def test_what_else_measures_or_clips_is_refused_in_a_block_and_right_after_it(us
 
 def test_it_is_refused_while_gradients_wait_after_a_block():
     model, optimizer = initialize_quietly(net(), sgd, "O1")
-    with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    backward(loss_of(model), optimizer, delay_unscale=True)
     with pytest.raises(ampkit.ConfigurationError, match="the last block"):
         clip_grad_norm_(model.parameters(), 1.0)
 
@@ -105,8 +104,7 @@ def test_at_scale_one_gradients_that_wait_are_what_they_are(level, delays):
     model = net()
     model, optimizer = ampkit.initialize(model, sgd(model.parameters()), **at(level, verbosity=0))
     if delays:
-        with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
+        backward(loss_of(model), optimizer, delay_unscale=True)
     else:
         ampkit.GradScaler().scale(loss_of(model)).backward()
     assert clip_grad_norm_(model.parameters(), 1e-3).isfinite()

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, initialize_quietly, random_batch
+from helpers import STORED_BF16, at, backward, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -85,13 +85,11 @@ def test_the_scaled_loss_after_its_block_is_told(caplog):
 
 
 def in_a_block(model, optimizer):
-    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(loss_of(model), optimizer)
 
 
 def delayed(model, optimizer):
-    with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    backward(loss_of(model), optimizer, delay_unscale=True)
 
 
 def by_grad_scaler(model, optimizer):
@@ -141,12 +139,6 @@ def of_the_input(model, optimizer):
     by_hand(model, optimizer)
 
 
-def of_the_model_cleared(model, optimizer):
-    loss_of(model).backward()
-    model.zero_grad()
-    by_hand(model, optimizer)
-
-
 def in_another_thread(model, optimizer):
     """A backward pass that runs while the block of this thread makes its gradients."""
     in_a_block(model, optimizer)
@@ -172,41 +164,40 @@ def in_another_thread(model, optimizer):
     thread.join()
 
 
-def of_another_model(model, optimizer):
-    other = nn.Linear(2, 2)
-    other(torch.ones(1, 2)).sum().backward()
-    by_hand(model, optimizer)
-
-
-def after_a_block(model, optimizer):
-    """A term of the loss that needs no scale."""
-    in_a_block(model, optimizer)
+def a_term_without_a_scale(model):
     (1e-3 * sum(p.float().square().sum() for p in model.parameters())).backward()
 
 
-RIGHT = [
-    in_a_block,
-    after_a_block,
-    delayed,
-    by_grad_scaler,
-    by_grad_scaler_from_a_checkpoint,
-    micro_batches_by_grad_scaler,
-    by_autograd_grad,
-    by_hand,
-    of_the_input,
-    of_the_model_cleared,
-    in_another_thread,
-    of_another_model,
-]
+RIGHT = {
+    "in a block": in_a_block,
+    "after a block": lambda model, optimizer: (in_a_block(model, optimizer), a_term_without_a_scale(model)),
+    "delayed": delayed,
+    "by GradScaler": by_grad_scaler,
+    "by GradScaler from a checkpoint": by_grad_scaler_from_a_checkpoint,
+    "micro-batches by GradScaler": micro_batches_by_grad_scaler,
+    "by autograd.grad": by_autograd_grad,
+    "by hand": by_hand,
+    "of the input": of_the_input,
+    "of the model, cleared": lambda model, optimizer: (
+        loss_of(model).backward(),
+        model.zero_grad(),
+        by_hand(model, optimizer),
+    ),
+    "in another thread": in_another_thread,
+    "of another model": lambda model, optimizer: (
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward(),
+        by_hand(model, optimizer),
+    ),
+}
 
 
-@pytest.mark.parametrize("way", RIGHT, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", RIGHT)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_is_right_is_not_told_of(way, level, caplog):
     model, optimizer = initialize_quietly(net(), sgd, level, loss_scale=SCALE)
     for _ in range(2):
         optimizer.zero_grad()
-        way(model, optimizer)
+        RIGHT[way](model, optimizer)
         optimizer.step()
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
 
@@ -250,8 +241,7 @@ def test_a_compiled_function_may_call_backward(caplog):
 
     @torch.compile(backend="eager")
     def train(x, y):
-        with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x).float(), y), optimizer)
 
     train(*random_batch(1))
     ours = [p.grad.clone() for p in model.parameters()]
@@ -305,18 +295,18 @@ def test_a_picture_may_be_trained_through_a_model(caplog):
     assert caplog.text == ""
 
 
-def head(model):
-    return sgd(model[1].parameters())
+def headed(level="O1", **settings):
+    """A model whose first layer no optimizer updates, its optimizer, and its twin in float32."""
+    model, twin = net(), net()
+    return *initialize_quietly(model, lambda _: sgd(model[1].parameters()), level, **settings), twin
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_that_no_optimizer_owns_are_unscaled_too(level):
     """float32 beside it: two blocks and one with ``delay_unscale``, whose gradients add up."""
-    model, twin = net(), net()
-    model, optimizer = initialize_quietly(model, lambda _: head(model), level, loss_scale=2.0**10)
+    model, optimizer, twin = headed(level, loss_scale=2.0**10)
     for seed, delays in ((1, False), (2, True), (3, False)):
-        with ampkit.scale_loss(loss_of(model, seed), optimizer, delay_unscale=delays) as scaled:
-            scaled.backward()
+        backward(loss_of(model, seed), optimizer, delay_unscale=delays)
         loss_of(twin, seed).backward()
     assert_as_in_float32(model[0], twin[0])
 
@@ -328,8 +318,7 @@ def assert_as_in_float32(model, twin):
 
 @pytest.mark.parametrize("way", ["step", "GradScaler"])
 def test_they_are_unscaled_where_the_step_ends_the_iteration(way):
-    model, twin = net(), net()
-    model, optimizer = initialize_quietly(model, lambda _: head(model), "O1", loss_scale=2.0**10)
+    model, optimizer, twin = headed(loss_scale=2.0**10)
     if way == "step":
         delayed(model, optimizer)
         optimizer.step()
@@ -341,9 +330,7 @@ def test_they_are_unscaled_where_the_step_ends_the_iteration(way):
 
 def test_an_overflow_in_them_skips_the_step():
     """Else clip_grad_norm_(model.parameters()) would make NaN of the others."""
-    model = net()
-    optimizer = head(model)
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer, _ = headed()
     before = [p.detach().clone() for p in model[1].parameters()]
     with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
@@ -363,7 +350,7 @@ def test_an_overflow_in_them_skips_the_step():
 def test_parameters_that_change_sides_later_are_unscaled_once(change):
     model, twin = net(), net()
     model[0].requires_grad_(change != "unfrozen")
-    optimizer = head(model)
+    optimizer = sgd(model[1].parameters())
     ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
     in_a_block(model, optimizer)
     model.zero_grad()
@@ -378,9 +365,7 @@ def test_parameters_that_change_sides_later_are_unscaled_once(change):
 
 @pytest.mark.parametrize("cleared", ["a failed block", "zero_grad"])
 def test_gradients_of_later_plain_passes_are_as_they_are(cleared):
-    model, twin = net(), net()
-    optimizer = head(model)
-    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
+    model, optimizer, twin = headed(loss_scale=2.0**10)
     with suppress(ZeroDivisionError), ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
         if cleared == "a failed block":
@@ -393,9 +378,7 @@ def test_gradients_of_later_plain_passes_are_as_they_are(cleared):
 
 
 def test_autograd_grad_is_not_unscaled():
-    model, twin = net(), net()
-    optimizer = head(model)
-    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=SCALE, verbosity=0)
+    model, optimizer, twin = headed(loss_scale=SCALE)
     loss = loss_of(model)
     with ampkit.scale_loss(loss, optimizer) as scaled:
         (plain,) = torch.autograd.grad(loss, [model[0].weight], retain_graph=True)
@@ -407,10 +390,9 @@ def test_autograd_grad_is_not_unscaled():
 def test_a_number_that_no_optimizer_owns_is_unscaled_in_lower_precision():
     model = net()
     model.register_parameter("factor", nn.Parameter(torch.tensor(1.0)))
-    optimizer = head(model)
+    optimizer = sgd(model[1].parameters())
     ampkit.initialize(model, optimizer, opt_level="O3", loss_scale=SCALE, verbosity=0)
-    with ampkit.scale_loss((torch.ones(3) * model.factor).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward((torch.ones(3) * model.factor).sum(), optimizer)
     assert model.factor.grad.item() == 3.0
 
 
@@ -457,8 +439,7 @@ def test_a_thread_that_computes_its_loss_uncast_is_told_of(way, caplog):
         with torch.autocast("cpu", torch.bfloat16, enabled=True) if way == "autocast" else nullcontext():
             loss = F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
         dtypes.append(loss.dtype)
-        with ampkit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
 
     for _ in range(2):
         thread = threading.Thread(target=train)

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -62,43 +63,44 @@ class Script:
         return 1e-3 * self.weight.square().sum()
 
 
-def once(script):
-    script.loss().backward()
+def once(script, batch=0):
+    script.loss(batch).backward()
 
 
-def in_a_block(script):
+def in_a_block(script, batch=0):
     if script.level is None:
-        return script.loss().backward()
-    with ampkit.scale_loss(script.loss(), script.optimizer) as scaled:
-        return scaled.backward()
+        script.loss(batch).backward()
+    else:
+        backward(script.loss(batch), script.optimizer)
 
 
-def in_a_checkpoint(script):
-    script.model.checkpoints = False
-    script.loss().backward()
+def in_a_checkpoint(script, use_reentrant):
+    script.model.checkpoints = use_reentrant
+    once(script)
 
 
-def in_a_reentrant_checkpoint(script):
-    script.model.checkpoints = True
-    script.loss().backward()
+def between(*lines):
+    """These lines between a backward pass and another one."""
+    return lambda script: (once(script, 0), *(line(script) for line in lines), once(script, 1))
 
 
-def twice(script):
-    script.loss(0).backward()
-    script.loss(1).backward()
+def a_penalty(script):
+    script.penalty().backward()
 
 
-def four_blocks(script):
-    for batch in range(4):
-        if script.level is None:
-            script.loss(batch).backward()
-        else:
-            with ampkit.scale_loss(script.loss(batch), script.optimizer) as scaled:
-                scaled.backward()
+def a_hook(script):
+    script.weight.register_hook(lambda gradient: gradient).remove()
 
 
-def two_calls_of_one_loss(script):
-    (script.loss(0) + script.loss(1)).backward()
+def read(script):
+    assert script.weight.grad.dtype is torch.float32
+
+
+def with_an_alias_that_is_kept(script):
+    once(script, 0)
+    alias = script.weight.grad
+    once(script, 1)
+    assert script.weight.grad is alias
 
 
 def one_graph_twice(script):
@@ -107,64 +109,11 @@ def one_graph_twice(script):
     loss.backward()
 
 
-def with_a_penalty(script):
-    (script.loss() + script.penalty()).backward()
-
-
-def a_penalty_later(script):
-    script.loss().backward()
-    script.penalty().backward()
-
-
-def a_penalty_before(script):
-    script.penalty().backward()
-    script.loss().backward()
-
-
-def read_in_between(script):
-    script.loss(0).backward()
-    assert script.weight.grad.dtype is torch.float32
-    script.loss(1).backward()
-
-
-def with_an_alias_that_is_kept(script):
-    script.loss(0).backward()
-    alias = script.weight.grad
-    script.loss(1).backward()
-    assert script.weight.grad is alias
-
-
-def with_a_hook(script):
-    script.weight.register_hook(lambda gradient: gradient * torch.ones(128, 64))
-    script.loss().backward()
-
-
-def after_a_hook(script):
-    script.weight.register_hook(lambda gradient: gradient).remove()
-    script.loss().backward()
-
-
-def a_hook_between_two_passes(script):
-    script.loss(0).backward()
-    script.weight.register_hook(lambda gradient: gradient).remove()
-    script.penalty().backward()
-    script.loss(1).backward()
-
-
 def with_a_hook_after_accumulation(script):
     dtypes = []
     script.weight.register_post_accumulate_grad_hook(lambda weight: dtypes.append(weight.grad.dtype))
-    script.loss().backward()
+    once(script)
     assert dtypes == [torch.float32]
-
-
-def after_a_hook_after_accumulation(script):
-    script.weight.register_post_accumulate_grad_hook(lambda weight: None).remove()
-    script.loss().backward()
-
-
-def of_some_inputs(script):
-    script.loss().backward(inputs=[script.weight])
 
 
 def by_autograd_grad(script):
@@ -179,38 +128,15 @@ def that_may_be_differentiated(script):
         param.grad = param.grad.detach()
 
 
-def after_zero_grad(script):
-    script.loss(0).backward()
-    script.optimizer.zero_grad()
-    script.loss(1).backward()
-
-
-def after_zeros(script):
-    script.loss(0).backward()
-    script.optimizer.zero_grad(set_to_none=False)
-    script.loss(1).backward()
-
-
-def after_the_models_zero_grad(script):
-    script.loss(0).backward()
-    script.model.zero_grad()
-    script.loss(1).backward()
-
-
-def onto_a_gradient_of_float64s_making(script):
-    script.weight.grad = torch.ones(128, 64, dtype=torch.float64).float()
-    script.loss().backward()
-
-
 def in_a_thread(script):
-    thread = threading.Thread(target=lambda: script.loss().backward())
+    thread = threading.Thread(target=once, args=(script,))
     thread.start()
     thread.join()
 
 
 def in_anomaly_mode(script):
     with torch.autograd.detect_anomaly(check_nan=True):
-        script.loss().backward()
+        once(script)
 
 
 def frozen_after_the_forward(script):
@@ -219,64 +145,69 @@ def frozen_after_the_forward(script):
     loss.backward()
     assert script.weight.grad is None
     script.weight.requires_grad_(True)
-    script.loss().backward()
+    once(script)
 
 
 def read_in_inference_mode(script):
-    script.loss(0).backward()
     with torch.inference_mode():
         assert script.weight.grad.norm() > 0
-    script.loss(1).backward()
 
 
 def read_under_fake_tensors(script):
-    script.loss(0).backward()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _ = script.weight.grad
     assert type(script.weight.grad) is torch.Tensor
-    script.loss(1).backward()
 
 
 PASSES = {
-    frozen_after_the_forward: NARROW,
-    read_in_inference_mode: WIDE,
-    read_under_fake_tensors: WIDE,
-    once: NARROW,
-    in_a_block: NARROW,
-    in_a_checkpoint: NARROW,
-    in_a_reentrant_checkpoint: NARROW,
-    twice: WIDE,
-    four_blocks: WIDE,
-    two_calls_of_one_loss: WIDE,
-    one_graph_twice: WIDE,
-    with_a_penalty: WIDE,
-    a_penalty_later: WIDE,
-    a_penalty_before: WIDE,
-    read_in_between: WIDE,
-    with_an_alias_that_is_kept: WIDE,
-    with_a_hook: WIDE,
-    after_a_hook: NARROW,
-    a_hook_between_two_passes: WIDE,
-    with_a_hook_after_accumulation: WIDE,
-    after_a_hook_after_accumulation: NARROW,
-    of_some_inputs: WIDE,
-    by_autograd_grad: WIDE,
-    that_may_be_differentiated: WIDE,
-    after_zero_grad: NARROW,
-    after_zeros: WIDE,
-    after_the_models_zero_grad: NARROW,
-    onto_a_gradient_of_float64s_making: WIDE,
-    in_a_thread: NARROW,
-    in_anomaly_mode: WIDE,
+    "one": (once, NARROW),
+    "in a block": (in_a_block, NARROW),
+    "in a checkpoint": (lambda script: in_a_checkpoint(script, use_reentrant=False), NARROW),
+    "in a reentrant checkpoint": (lambda script: in_a_checkpoint(script, use_reentrant=True), NARROW),
+    "frozen after the forward": (frozen_after_the_forward, NARROW),
+    "two": (between(), WIDE),
+    "four blocks": (lambda script: [in_a_block(script, batch) for batch in range(4)], WIDE),
+    "two calls of one loss": (lambda script: (script.loss(0) + script.loss(1)).backward(), WIDE),
+    "one graph twice": (one_graph_twice, WIDE),
+    "with a penalty": (lambda script: (script.loss() + script.penalty()).backward(), WIDE),
+    "a penalty later": (lambda script: (once(script), a_penalty(script)), WIDE),
+    "a penalty before": (lambda script: (a_penalty(script), once(script)), WIDE),
+    "read in between": (between(read), WIDE),
+    "read in inference mode": (between(read_in_inference_mode), WIDE),
+    "read under fake tensors": (between(read_under_fake_tensors), WIDE),
+    "with an alias that is kept": (with_an_alias_that_is_kept, WIDE),
+    "with a hook": (
+        lambda script: (script.weight.register_hook(lambda gradient: gradient * torch.ones(128, 64)), once(script)),
+        WIDE,
+    ),
+    "after a hook": (lambda script: (a_hook(script), once(script)), NARROW),
+    "a hook between two passes": (between(a_hook, a_penalty), WIDE),
+    "with a hook after accumulation": (with_a_hook_after_accumulation, WIDE),
+    "after a hook after accumulation": (
+        lambda script: (script.weight.register_post_accumulate_grad_hook(lambda _: None).remove(), once(script)),
+        NARROW,
+    ),
+    "of some inputs": (lambda script: script.loss().backward(inputs=[script.weight]), WIDE),
+    "by autograd.grad": (by_autograd_grad, WIDE),
+    "that may be differentiated": (that_may_be_differentiated, WIDE),
+    "after zero_grad": (between(lambda script: script.optimizer.zero_grad()), NARROW),
+    "after zeros": (between(lambda script: script.optimizer.zero_grad(set_to_none=False)), WIDE),
+    "after the model's zero_grad": (between(lambda script: script.model.zero_grad()), NARROW),
+    "onto a gradient of float64's making": (
+        lambda script: (setattr(script.weight, "grad", torch.ones(128, 64).double().float()), once(script)),
+        WIDE,
+    ),
+    "in a thread": (in_a_thread, NARROW),
+    "in anomaly mode": (in_anomaly_mode, WIDE),
 }
 
 
-@pytest.mark.parametrize("passes", PASSES, ids=lambda passes: passes.__name__)
-def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_says(passes):
-    theirs, ours = Script(None), Script("O5")
+@pytest.mark.parametrize("name", PASSES)
+def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_says(name):
+    (passes, dtype), theirs, ours = PASSES[name], Script(None), Script("O5")
     passes(theirs)
     passes(ours)
-    assert stored_gradient(ours.weight).dtype is PASSES[passes]
+    assert stored_gradient(ours.weight).dtype is dtype
     if ours.model.small.weight.grad is not None:
         assert stored_gradient(ours.model.small.weight).dtype is torch.float32
     for param, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
@@ -313,8 +244,7 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
         torch.manual_seed(0)
         model = Tied(tied)
         if level is not None:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+            model, _optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.1), level)
         for batch in words:
             with torch.autocast("cpu", torch.bfloat16) if level is None else contextlib.nullcontext():
                 logits = model(batch).float()
@@ -372,9 +302,7 @@ def test_a_step_reads_narrow_gradients_as_they_are_and_moves_weights_as_with_flo
     weights = []
     for reads in (False, True):
         torch.manual_seed(0)
-        model = Net()
-        optimizer = make(model.parameters(), lr=0.1)
-        ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        model, optimizer = initialize_quietly(Net(), lambda p: make(p, lr=0.1), "O5")
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(8, 64)).float().square().mean().backward()
@@ -450,9 +378,7 @@ def test_threads_may_read_a_gradient_at_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype):
     """1.5 is exact in all of them; at O2 a weight in lower precision may have a float32 gradient."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=1.0), level)
     weight = model.first.weight
     before = model.state_dict()["first.weight"].clone()
     if dtype is torch.float64 and level == "O2":
@@ -467,13 +393,10 @@ def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype
 
 def test_a_hook_may_return_float32_for_a_stored_weight():
     """A mask of zeros and ones is exact in every dtype."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "O2")
     mask = torch.zeros(128, 64).index_fill_(0, torch.arange(64), 1.0)
     handle = model.first.weight.register_hook(lambda gradient: gradient * mask)
-    with ampkit.scale_loss(model(torch.ones(4, 64)).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(4, 64)).sum(), optimizer)
     handle.remove()
     rows = model.first.weight.grad.abs().sum(1) > 0
     assert rows[:64].any() and not rows[64:].any()
@@ -513,20 +436,9 @@ def test_parameters_that_an_optimizer_gets_later_have_narrow_gradients_and_those
 
 
 def test_at_a_loss_scale_gradients_are_float32():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O5", loss_scale=128.0, verbosity=0)
-    with ampkit.scale_loss(model(torch.ones(4, 64)).sum(), optimizer) as scaled:
-        scaled.backward()
+    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "O5", loss_scale=128.0)
+    backward(model(torch.ones(4, 64)).sum(), optimizer)
     assert stored_gradient(model.first.weight).dtype is torch.float32
-
-
-def test_a_session_ends_with_its_model_though_its_weights_have_hooks():
-    script = Script("O5")
-    once(script)
-    del script
-    gc.collect()
-    assert ampkit.current_session() is None and "grad" not in vars(torch.Tensor)
 
 
 def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
@@ -542,9 +454,7 @@ def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
         def forward(self, words):
             return self.head(self.layers(self.words(words) + self.positions[: words.shape[1]]))
 
-    model = Gpt()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, _optimizer = initialize_quietly(Gpt(), torch.optim.AdamW, "O5")
     model(torch.randint(0, 500, (2, 32))).float().square().mean().backward()
     matrices = [param for param in model.parameters() if param.dim() > 1]
     narrow = sum(param.numel() for param in matrices if stored_gradient(param).dtype is NARROW)
@@ -575,8 +485,7 @@ WRITES = {
 def test_gradients_that_are_assigned_inside_of_a_block_are_told_of_where_earlier_ones_come_back(way, level):
     write, clears, is_told, times = WRITES[way]
     model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.0), level, loss_scale=128.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -591,9 +500,7 @@ def test_gradients_that_are_assigned_inside_of_a_block_are_told_of_where_earlier
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_gradients_that_are_assigned_at_loss_scale_1_replace_those_before(level):
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialize_quietly(nn.Linear(2, 1, bias=False), lambda p: torch.optim.SGD(p, lr=0.0), level)
     for _ in range(3):
         with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
             assigned(list(model.parameters()), torch.autograd.grad(scaled, list(model.parameters())))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import backward
 from torch import nn
 
 import ampkit
@@ -29,16 +30,14 @@ def gradients(models):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_inside_another_of_its_session_is_refused_and_leaves_everything_as_it_was(level, inner):
     models, optimizers = two_of_each((level, level))
-    with ampkit.scale_loss(2 * models[0](X).sum(), optimizers[0]) as scaled:
-        scaled.backward()
+    backward(2 * models[0](X).sum(), optimizers[0])
     with pytest.raises(ampkit.ConfigurationError, match=r"inside of another scale_loss block\. Leave the first"):
         with ampkit.scale_loss(3 * models[0](X).sum(), optimizers[0]):
             with ampkit.scale_loss(5 * models[inner](X).sum(), optimizers[inner]):
                 raise AssertionError("never entered")
     assert gradients(models) == [2.0, None]
     for model, optimizer in zip(models, optimizers):
-        with ampkit.scale_loss(5 * model(X).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(5 * model(X).sum(), optimizer)
         optimizer.step()
     assert gradients(models) == [7.0, 5.0]
 
@@ -48,7 +47,6 @@ def test_blocks_that_share_nothing_may_be_inside_one_another(levels):
     """Of two sessions, or at loss scale 1, where a block holds nothing."""
     models, optimizers = two_of_each(levels)
     with ampkit.scale_loss(3 * models[0](X).sum(), optimizers[0]) as outer:
-        with ampkit.scale_loss(5 * models[1](X).sum(), optimizers[1]) as inner:
-            inner.backward()
+        backward(5 * models[1](X).sum(), optimizers[1])
         outer.backward()
     assert gradients(models) == [3.0, 5.0]

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import backward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,11 +24,15 @@ class InFloat32:
     def scale_loss(self, loss, optimizers, **flags):
         return nullcontext(loss)
 
+    def backward(self, loss, optimizers, **flags):
+        with self.scale_loss(loss, optimizers, **flags) as scaled:
+            scaled.backward()
+
 
 PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
 
 
-class WithAmpkit:
+class WithAmpkit(InFloat32):
     """In float16, which rounds less than what levels take on the CPU by default."""
 
     def __init__(self, level, loss_scale):
@@ -90,7 +95,16 @@ def assert_same(found, expected):
         assert (mine - plain).abs().max() <= 0.02 * plain.abs().max(), (index, mine, plain)
 
 
-# Scripts. Each is run without ampkit and with it, and returns tensors.
+SCRIPTS = []
+
+
+def script(function):
+    """Run without ampkit and with it; what it returns, tensors, is compared."""
+    SCRIPTS.append(function)
+    return function
+
+
+# Scripts
 
 # Passes that reach other sessions
 
@@ -113,29 +127,20 @@ class Reversible(torch.autograd.Function):
         return gradient + x.grad, None
 
 
+@script
 def reversible_function_over_another_sessions_weights(amp):
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     for _ in range(2):
         of_a.zero_grad()
         of_b.zero_grad()
-        with amp.scale_loss(loss_of(Reversible.apply(a(X).float(), b)), of_a) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(Reversible.apply(a(X).float(), b)), of_a)
         result = grads(a, b)
         of_a.step()
         of_b.step()
     return result + weights(a, b)
 
 
-def checkpoint_over_another_sessions_weights(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
-    with amp.scale_loss(loss_of(checkpoint(b, a(X).float(), use_reentrant=True)), of_a) as scaled:
-        scaled.backward()
-    result = grads(a, b)
-    of_a.step()
-    of_b.step()
-    return result + weights(a, b)
-
-
+@script
 def hook_that_trains_another_sessions_model(amp):
     (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
     hidden = a(X).float()
@@ -145,58 +150,55 @@ def hook_that_trains_another_sessions_model(amp):
         loss_of(b(X)).backward()
 
     hidden.register_hook(train_b)
-    with amp.scale_loss(loss_of(hidden), of_a) as scaled:
-        scaled.backward()
+    amp.backward(loss_of(hidden), of_a)
     result = grads(a, b)
     of_a.step()
     return result + weights(a)
 
 
+@script
 def generator_through_the_critic_of_another_session(amp):
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
     result = []
     for _ in range(3):
         of_d.zero_grad()
-        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
-            scaled.backward()
-        with amp.scale_loss(loss_of(d(g(X).detach().float())), of_d) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(X) - 1.0), of_d)
+        amp.backward(loss_of(d(g(X).detach().float())), of_d)
         of_d.step()
         of_g.zero_grad()
-        with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), of_g) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(g(X).float()) - 1.0), of_g)
         result += grads(g, d)
         of_g.step()
     return result + weights(g, d)
 
 
+@script
 def generator_that_adds_to_the_critics_gradients(amp):
     """Without zero_grad, and the critic steps by the sum."""
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
     for _ in range(2):
-        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
-            scaled.backward()
-        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(X) - 1.0), of_d)
+        amp.backward(loss_of(d(g(X).float())), of_g)
         result = grads(g, d)
         of_g.step()
         of_d.step()
     return result + weights(g, d)
 
 
+@script
 def both_of_a_gan_in_one_block(amp):
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
     for _ in range(2):
         of_g.zero_grad()
         of_d.zero_grad()
-        with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), [of_g, of_d]) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(g(X).float()) - 1.0), [of_g, of_d])
         result = grads(g, d)
         of_g.step()
         of_d.step()
     return result + weights(g, d)
 
 
+@script
 def two_passes_in_one_block_of_one_session(amp):
     g, d = net(1), net(2, 1)
     of_g, of_d = sgd(g), sgd(d)
@@ -213,26 +215,20 @@ def two_passes_in_one_block_of_one_session(amp):
     return result + weights(g, d)
 
 
-def blocks_of_two_sessions_in_one_with(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
-    with amp.scale_loss(loss_of(a(X)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
-        one.backward()
-        other.backward()
-    result = grads(a, b)
-    of_a.step()
-    of_b.step()
-    return result + weights(a, b)
-
-
+@script
 def inputs_of_both_blocks_in_one_with(amp):
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(y)), of_b) as other:
         one.backward()
         other.backward()
-    return grads(a, b) + [copied(x.grad), copied(y.grad)]
+    result = grads(a, b) + [copied(x.grad), copied(y.grad)]
+    of_a.step()
+    of_b.step()
+    return result + weights(a, b)
 
 
+@script
 def sum_of_the_losses_of_two_blocks(amp):
     (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
@@ -240,17 +236,18 @@ def sum_of_the_losses_of_two_blocks(amp):
     return grads(a, b) + [copied(x.grad)]
 
 
+@script
 def block_of_another_session_around_a_whole_iteration(amp):
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
-        with amp.scale_loss(loss_of(b(X)), of_b) as inner:
-            inner.backward()
+        amp.backward(loss_of(b(X)), of_b)
         of_b.step()
         scaled.backward()
     of_a.step()
     return grads(a, b) + weights(a, b)
 
 
+@script
 def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
     a, b, own = net(1), net(2), net(3)
     b.weight = a.weight
@@ -260,39 +257,24 @@ def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
     for _ in range(2):
         of_a.zero_grad()
         of_head.zero_grad()
-        with amp.scale_loss(loss_of(head(X)), of_head) as scaled:
-            scaled.backward()
-        with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(head(X)), of_head)
+        amp.backward(loss_of(a(X)), of_a)
         result = grads(a, own)
         of_a.step()
         of_head.step()
     return result + weights(a, own)
 
 
-def frozen_parameters_before_trained_ones(amp):
-    frozen, (a, of_a) = net(1), session(amp, 2)
-    frozen.requires_grad_(False)
-    amp.initialize(frozen, None)
-    with amp.scale_loss(loss_of(a(frozen(X).float())), of_a) as scaled:
-        scaled.backward()
-    assert frozen.weight.grad is None
-    result = grads(a)
-    of_a.step()
-    return result + weights(a)
-
-
+@script
 def critic_frozen_while_the_generator_trains(amp):
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
     for _ in range(2):
         of_d.zero_grad()
-        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(X) - 1.0), of_d)
         kept = grads(d)
         d.requires_grad_(False)
         of_g.zero_grad()
-        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(d(g(X).float())), of_g)
         d.requires_grad_(True)
         result = kept + grads(g, d)
         of_g.step()
@@ -327,8 +309,7 @@ def weights_of_losses(amp, clears=True, iterations=3, order=(0, 1), **flags):
         if clears:
             of_a.zero_grad()
             of_weights.zero_grad()
-        with amp.scale_loss(weighted(losses_of(a)), of_a, **flags) as scaled:
-            scaled.backward()
+        amp.backward(weighted(losses_of(a)), of_a, **flags)
         if not flags:
             result += grads(a, weighted)
         for index in order:
@@ -336,10 +317,12 @@ def weights_of_losses(amp, clears=True, iterations=3, order=(0, 1), **flags):
     return result + weights(a, weighted)
 
 
+@script
 def weights_of_losses_without_zero_grad(amp):
     return weights_of_losses(amp, clears=False)
 
 
+@script
 def weights_of_losses_over_micro_batches(amp):
     (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
     of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
@@ -347,39 +330,25 @@ def weights_of_losses_over_micro_batches(amp):
         of_a.zero_grad()
         of_weights.zero_grad()
         for index in range(3):
-            with amp.scale_loss(weighted(losses_of(a, X + index)) / 4, of_a, delay_unscale=index < 2) as scaled:
-                scaled.backward()
+            amp.backward(weighted(losses_of(a, X + index)) / 4, of_a, delay_unscale=index < 2)
         result = grads(a, weighted)
         of_a.step()
         of_weights.step()
     return result + weights(a, weighted)
 
 
+@script
 def weights_of_losses_that_wait_for_the_step(amp):
     return weights_of_losses(amp, delay_unscale=True)
 
 
-def soft_prompt(amp):
-    (a, of_a), prompt = session(amp, 1), nn.Parameter(torch.full((1, 4), 0.5))
-    of_prompt = torch.optim.SGD([prompt], lr=0.5)
-    for _ in range(3):
-        of_a.zero_grad()
-        of_prompt.zero_grad()
-        with amp.scale_loss(loss_of(a(torch.cat([prompt, X]))), of_a) as scaled:
-            scaled.backward()
-        result = grads(a) + [copied(prompt.grad)]
-        of_prompt.step()
-        of_a.step()
-    return result + weights(a) + [copied(prompt)]
-
-
+@script
 def adversarial_delta_that_is_kept(amp):
     """Free adversarial training: the delta lives on, and its gradient is cleared in place."""
     (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
     for _ in range(3):
         of_a.zero_grad()
-        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(a(X + delta)), of_a)
         result = grads(a) + [copied(delta.grad)]
         delta.data += 0.25 * delta.grad
         delta.grad.zero_()
@@ -387,20 +356,7 @@ def adversarial_delta_that_is_kept(amp):
     return result + weights(a) + [copied(delta)]
 
 
-def gradients_of_inputs(amp):
-    a, of_a = session(amp, 1)
-    result = []
-    for index in range(2):
-        x = (X + index).requires_grad_()
-        of_a.zero_grad()
-        loss = loss_of(a(x))
-        with amp.scale_loss(loss, of_a) as scaled:
-            scaled.backward()
-        result += [copied(loss), copied(x.grad)]
-        of_a.step()
-    return result + weights(a)
-
-
+@script
 def gradients_of_inputs_alone(amp):
     """``inputs=`` of what no optimizer updates."""
     (a, of_a), x = session(amp, 1), X.clone().requires_grad_()
@@ -410,6 +366,7 @@ def gradients_of_inputs_alone(amp):
     return [copied(x.grad)]
 
 
+@script
 def gradients_of_another_sessions_weights_alone(amp):
     (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
     with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
@@ -417,6 +374,7 @@ def gradients_of_another_sessions_weights_alone(amp):
     return grads(a, b)
 
 
+@script
 def retained_features(amp):
     a, of_a = session(amp, 1)
     result = []
@@ -425,8 +383,7 @@ def retained_features(amp):
         features = a(X + index)
         features.retain_grad()
         loss = loss_of(features)
-        with amp.scale_loss(loss, of_a) as scaled:
-            scaled.backward()
+        amp.backward(loss, of_a)
         result += [copied(loss), copied(features.grad)]
         of_a.step()
     return result + weights(a)
@@ -442,6 +399,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+@script
 def function_in_python_beside_a_parameter_without_optimizer(amp):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -449,29 +407,13 @@ def function_in_python_beside_a_parameter_without_optimizer(amp):
     amp.initialize(model, optimizer)
     for index in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer)
         result = grads(model)  # those of the first layer add up
         optimizer.step()
     return result + weights(model[1])
 
 
-def checkpoint_over_a_parameter_without_optimizer(amp):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = sgd(model[0])
-    amp.initialize(model, optimizer)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with amp.scale_loss(
-            loss_of(checkpoint(model[1], model[0](X).float(), use_reentrant=True)), optimizer
-        ) as scaled:
-            scaled.backward()
-        result = grads(model)
-        optimizer.step()
-    return result + weights(model[0])
-
-
+@script
 def optimizer_of_a_layer_steps_without_initialize(amp):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -481,21 +423,20 @@ def optimizer_of_a_layer_steps_without_initialize(amp):
     for _ in range(3):
         optimizer.zero_grad()
         other.zero_grad()
-        with amp.scale_loss(loss_of(model(X)), optimizer) as scaled:
-            scaled.backward()
+        amp.backward(loss_of(model(X)), optimizer)
         result = grads(model)
         other.step()
         optimizer.step()
     return result + weights(model)
 
 
+@script
 def loss_weight_reached_by_blocks_of_two_sessions(amp):
     (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
     for _ in range(2):
         for model, optimizer in ((a, of_a), (b, of_b)):
             optimizer.zero_grad()
-            with amp.scale_loss((weight * loss_of(model(X))).sum(), optimizer) as scaled:
-                scaled.backward()
+            amp.backward((weight * loss_of(model(X))).sum(), optimizer)
             optimizer.step()
     return [copied(weight.grad)] + weights(a, b)
 
@@ -503,16 +444,15 @@ def loss_weight_reached_by_blocks_of_two_sessions(amp):
 # What waits at a scale, delay_unscale=True
 
 
+@script
 def micro_batches_that_reach_another_session(amp):
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2)
     for _ in range(2):
         of_g.zero_grad()
         of_d.zero_grad()
         for index in range(2):
-            with amp.scale_loss(loss_of(d(g(X + index).float())), of_g, delay_unscale=True) as scaled:
-                scaled.backward()
-        with amp.scale_loss(loss_of(d(X)), of_d) as scaled:
-            scaled.backward()
+            amp.backward(loss_of(d(g(X + index).float())), of_g, delay_unscale=True)
+        amp.backward(loss_of(d(X)), of_d)
         of_d.step()
         of_g.step()
     return grads(g, d) + weights(g, d)
@@ -520,25 +460,22 @@ def micro_batches_that_reach_another_session(amp):
 
 def loss_weight_that_waits_while_another_sessions_block_adds_to_it(amp):
     (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
-    with amp.scale_loss((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True) as scaled:
-        scaled.backward()
-    with amp.scale_loss((weight * loss_of(b(X))).sum(), of_b) as scaled:
-        scaled.backward()
+    amp.backward((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True)
+    amp.backward((weight * loss_of(b(X))).sum(), of_b)
     of_a.step()
     of_b.step()
     return [copied(weight.grad), *weights(a, b)]
 
 
+@script
 def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = sgd(model[1])
     amp.initialize(model, optimizer)
-    with amp.scale_loss(loss_of(model(X)), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    amp.backward(loss_of(model(X)), optimizer, delay_unscale=True)
     optimizer.add_param_group({"params": list(model[0].parameters())})
-    with amp.scale_loss(loss_of(model(X)), optimizer) as scaled:
-        scaled.backward()
+    amp.backward(loss_of(model(X)), optimizer)
     result = grads(model)
     optimizer.step()
     return result + weights(model)
@@ -547,6 +484,7 @@ def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
 # Functions in Python, and what was retained elsewhere
 
 
+@script
 def function_in_python_over_retained_features(amp):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -556,11 +494,11 @@ def function_in_python_over_retained_features(amp):
     hidden.retain_grad()
     doubled = Doubled.apply(hidden)
     doubled.retain_grad()
-    with amp.scale_loss(loss_of(model[1](doubled)), optimizer) as scaled:
-        scaled.backward()
+    amp.backward(loss_of(model[1](doubled)), optimizer)
     return [*grads(model), copied(hidden.grad), copied(doubled.grad)]
 
 
+@script
 def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
     """Their first layers have no optimizer, and yet get gradients."""
     models, optimizers = [], []
@@ -570,20 +508,20 @@ def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
         optimizers.append(sgd(models[-1][1]))
         amp.initialize(models[-1], optimizers[-1])
     a, b = models
-    with amp.scale_loss(loss_of(b(Doubled.apply(a(X).float()))), optimizers[1]) as scaled:
-        scaled.backward()
+    amp.backward(loss_of(b(Doubled.apply(a(X).float()))), optimizers[1])
     return grads(a, b)
 
 
+@script
 def loss_weight_inside_of_a_checkpoint(amp):
     (a, of_a), weight = session(amp, 1), nn.Parameter(torch.ones(1))
     hidden = a(X)
     loss = checkpoint(lambda x: loss_of(x) * weight, hidden, use_reentrant=True)
-    with amp.scale_loss(loss.sum(), of_a) as scaled:
-        scaled.backward()
+    amp.backward(loss.sum(), of_a)
     return [*grads(a), copied(weight.grad)]
 
 
+@script
 def checkpoint_over_a_layer_that_was_replaced(amp):
     model = nn.Sequential(net(1), net(2))
     optimizer = sgd(model[1])
@@ -593,13 +531,13 @@ def checkpoint_over_a_layer_that_was_replaced(amp):
         if index:
             model[0].weight = nn.Parameter(net(5).weight.detach().to(model[0].weight.dtype))
         loss = loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        amp.backward(loss, optimizer)
         result = grads(model)
         optimizer.step()
     return result
 
 
+@script
 def features_retained_by_a_loss_of_their_own_in_the_block(amp):
     (a, of_a), y = session(amp, 1), torch.ones(3, requires_grad=True)
     features = 2 * y
@@ -610,6 +548,7 @@ def features_retained_by_a_loss_of_their_own_in_the_block(amp):
     return [*grads(a), copied(features.grad), copied(y.grad)]
 
 
+@script
 def block_without_a_scale_in_the_same_with(amp):
     (a, of_a), (c, _), b = session(amp, 1), session(amp, 3), net(2)
     of_b = sgd(b)
@@ -621,49 +560,18 @@ def block_without_a_scale_in_the_same_with(amp):
     return grads(a, b, c)
 
 
+@script
 def checkpoint_around_a_whole_iteration_of_another_session(amp):
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
         scaled.backward()
-        with amp.scale_loss(loss_of(b(X)), of_b) as inner:
-            inner.backward()
+        amp.backward(loss_of(b(X)), of_b)
         of_b.step()
     of_a.step()
     return grads(a, b) + weights(a, b)
 
 
-# Loops as they were written for Apex
-
-
-def cyclegan(amp):
-    generators, critics = [net(1), net(2)], [net(3, 1), net(4, 1)]
-    of_generators = torch.optim.SGD([p for g in generators for p in g.parameters()], lr=2.0**-6)
-    of_critics = [torch.optim.SGD(d.parameters(), lr=2.0**-6) for d in critics]
-    amp.initialize(generators, of_generators)
-    for critic, optimizer in zip(critics, of_critics):
-        amp.initialize(critic, optimizer)
-    result = []
-    for index in range(2):
-        a, b = X + index, X - index
-        of_generators.zero_grad()
-        fake_b, fake_a = generators[0](a).float(), generators[1](b).float()
-        cycle = (generators[1](fake_b).float() - a).square().mean() + (
-            generators[0](fake_a).float() - b
-        ).square().mean()
-        loss = loss_of(critics[0](fake_a) - 1.0) + loss_of(critics[1](fake_b) - 1.0) + cycle
-        with amp.scale_loss(loss, of_generators) as scaled:
-            scaled.backward()
-        result += grads(*generators, *critics)
-        of_generators.step()
-        for critic, optimizer, real, fake in zip(critics, of_critics, (a, b), (fake_a, fake_b)):
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(critic(real) - 1.0), optimizer, delay_unscale=True) as scaled:
-                scaled.backward()
-            with amp.scale_loss(loss_of(critic(fake.detach())), optimizer) as scaled:
-                scaled.backward()
-            result += grads(critic)
-            optimizer.step()
-    return result + weights(*generators, *critics)
+# An optimizer that evaluates its closure several times
 
 
 def lbfgs_with_a_block_in_its_closure(amp):
@@ -675,8 +583,7 @@ def lbfgs_with_a_block_in_its_closure(amp):
         optimizer.zero_grad()
         weight.grad = None
         loss = (weight * loss_of(a(X) - 1.0)).sum()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        amp.backward(loss, optimizer)
         return loss
 
     optimizer.step(closure)
@@ -734,6 +641,11 @@ def beside(amp, goes_backward):
 # Threads
 
 
+def script_of_threads(function):
+    """Whose threads compute at once; emulated kernels run one after another."""
+    return function if cuda_is_emulated() else script(function)
+
+
 def in_threads(*works):
     """Run these at once, each in a thread of its own, and raise what they raise."""
     errors = []
@@ -762,22 +674,7 @@ def train(amp, model, optimizer, iterations=3, after_backward=lambda: None):
         optimizer.step()
 
 
-def sessions_made_in_main_and_trained_in_another_thread(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2, 1)
-
-    def work():
-        for _ in range(2):
-            of_a.zero_grad()
-            of_b.zero_grad()
-            with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
-                scaled.backward()
-            of_a.step()
-            of_b.step()
-
-    in_threads(work)
-    return grads(a, b) + weights(a, b)
-
-
+@script_of_threads
 def sessions_trained_in_two_threads(amp):
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     both_inside = threading.Barrier(2)
@@ -788,6 +685,7 @@ def sessions_trained_in_two_threads(amp):
     return weights(a, b)
 
 
+@script
 def block_opened_in_one_thread_and_gone_backward_in_another(amp):
     (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
     with amp.scale_loss(loss_of(b(a(x).float())), of_a) as scaled:
@@ -798,6 +696,7 @@ def block_opened_in_one_thread_and_gone_backward_in_another(amp):
     return result + weights(a, b)
 
 
+@script_of_threads
 def retained_features_of_two_threads(amp):
     """Both are within their blocks when both go backward, and leave them one after the other."""
     sessions = [session(amp, 1), session(amp, 2)]
@@ -821,6 +720,7 @@ def retained_features_of_two_threads(amp):
     return found
 
 
+@script_of_threads
 def checkpoint_in_one_thread_while_another_trains(amp):
     """A function in Python in one thread's block takes nothing from what another thread is about to step with."""
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
@@ -837,8 +737,7 @@ def checkpoint_in_one_thread_while_another_trains(amp):
 
     def second():
         try:
-            with amp.scale_loss(loss_of(b(X)), of_b) as scaled:
-                scaled.backward()
+            amp.backward(loss_of(b(X)), of_b)
             ready.set()
             inside.wait(30)
             of_b.step()
@@ -850,58 +749,15 @@ def checkpoint_in_one_thread_while_another_trains(amp):
     return weights(a, b)
 
 
-SCRIPTS = [
-    reversible_function_over_another_sessions_weights,
-    checkpoint_over_another_sessions_weights,
-    hook_that_trains_another_sessions_model,
-    generator_through_the_critic_of_another_session,
-    generator_that_adds_to_the_critics_gradients,
-    both_of_a_gan_in_one_block,
-    two_passes_in_one_block_of_one_session,
-    blocks_of_two_sessions_in_one_with,
-    inputs_of_both_blocks_in_one_with,
-    sum_of_the_losses_of_two_blocks,
-    block_of_another_session_around_a_whole_iteration,
-    a_parameter_of_two_models_and_optimizers_of_one_session,
-    frozen_parameters_before_trained_ones,
-    critic_frozen_while_the_generator_trains,
-    weights_of_losses,
-    weights_of_losses_without_zero_grad,
-    weights_of_losses_over_micro_batches,
-    weights_of_losses_that_wait_for_the_step,
-    soft_prompt,
-    adversarial_delta_that_is_kept,
-    gradients_of_inputs,
-    gradients_of_inputs_alone,
-    gradients_of_another_sessions_weights_alone,
-    retained_features,
-    function_in_python_beside_a_parameter_without_optimizer,
-    checkpoint_over_a_parameter_without_optimizer,
-    optimizer_of_a_layer_steps_without_initialize,
-    loss_weight_reached_by_blocks_of_two_sessions,
-    micro_batches_that_reach_another_session,
-    layer_that_joins_the_optimizer_while_its_gradients_wait,
-    function_in_python_over_retained_features,
-    function_in_python_between_models_with_frozen_parts_of_two_sessions,
-    loss_weight_inside_of_a_checkpoint,
-    checkpoint_over_a_layer_that_was_replaced,
-    features_retained_by_a_loss_of_their_own_in_the_block,
-    block_without_a_scale_in_the_same_with,
-    checkpoint_around_a_whole_iteration_of_another_session,
-    cyclegan,
-    sessions_made_in_main_and_trained_in_another_thread,
-    block_opened_in_one_thread_and_gone_backward_in_another,
+# Each script at both levels and at both scales, which the levels have by turns.
+RUNS = [
+    pytest.param(one, *AT[run].values, id=f"{one.__name__}, {AT[run].id}")
+    for index, one in enumerate(SCRIPTS)
+    for run in ((0, 3), (1, 2))[index % 2]
 ]
-if not cuda_is_emulated():  # whose kernels run one after another
-    SCRIPTS += [
-        sessions_trained_in_two_threads,
-        retained_features_of_two_threads,
-        checkpoint_in_one_thread_while_another_trains,
-    ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("level, scale", AT)
+@pytest.mark.parametrize("script, level, scale", RUNS)
 def test_a_script_gets_the_numbers_of_float32(script, level, scale):
     assert_same(script(WithAmpkit(level, scale)), script(InFloat32()))
 
@@ -933,8 +789,7 @@ def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_bac
     (a, of_a), (b, of_b), (c, of_c) = sessions
     twins = [net(seed) for seed in (1, 2, 3)]
     for index, ((model, optimizer), twin) in enumerate(zip(sessions, twins)):
-        with ampkit.scale_loss(loss_of(model(X + index)), optimizer) as scaled:
-            scaled.backward()
+        backward(loss_of(model(X + index)), optimizer)
         loss_of(twin(X + index)).backward()
     try:
         with ampkit.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
@@ -947,8 +802,7 @@ def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_bac
     for optimizer, twin in zip((of_a, of_b, of_c), twins):
         optimizer.zero_grad()
         twin.weight.grad = None
-    with ampkit.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
-        scaled.backward()
+    backward(loss_of(b(a(X).float())), of_a)
     loss_of(twins[1](twins[0](X))).backward()
     assert_same(grads(a, b), grads(*twins[:2]))
 

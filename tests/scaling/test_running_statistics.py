@@ -1,6 +1,5 @@
 """Running statistics stay finite: what is not goes back to its last finite value, the rest stays as forwards have made it."""
 
-import copy
 import itertools
 import math
 import threading
@@ -256,48 +255,6 @@ def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, 
     assert pair.critic.eval()(torch.randn(3, 6)).isfinite().all()
     assert_same(norms_of(buffers_of(pair)), norms_of(before))
     assert int(pair.critic[1].num_batches_tracked) == int(pair.generator[1].num_batches_tracked) == 2
-
-
-def test_a_head_that_was_trained_on_a_backbone_whose_first_step_is_skipped():
-    """The backbone's optimizer has taken no step yet, and its batch norm has counted what the head was trained with."""
-    torch.manual_seed(0)
-    backbone, head = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2)
-    plain = copy.deepcopy(backbone)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (backbone, head)]
-    ampkit.initialize([backbone, head], optimizers, opt_level="O0", loss_scale="dynamic", verbosity=0)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        x = torch.randn(8, 4, generator=generator)
-        plain(x)
-        optimizers[1].zero_grad()
-        backward(head(backbone(x).detach()).square().mean(), optimizers[1])
-        optimizers[1].step()
-    optimizers[0].zero_grad()
-    optimizers[1].zero_grad()
-    with ampkit.scale_loss(head(backbone(torch.full((8, 4), math.nan))).square().mean(), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        assert ampkit.step_was_skipped(optimizer)
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(backbone[1].get_buffer(name), plain[1].get_buffer(name))
-    assert int(backbone[1].num_batches_tracked) == 31
-
-
-def test_two_optimizers_of_one_model():
-    plain = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    model = copy.deepcopy(plain)
-    first, second = (torch.optim.SGD(norm.parameters(), lr=0.0) for norm in model)
-    ampkit.initialize(model, [first, second], opt_level="O0", loss_scale="dynamic", num_losses=2, verbosity=0)
-    x = torch.randn(5, 4)
-    backward(loss_of(model, x), first, loss_id=0)
-    first.step()
-    second.zero_grad()
-    backward(loss_of(model, x) * math.inf, second, loss_id=1)
-    second.step()
-    plain(x)
-    plain(x)
-    assert_same(buffers_of(model), buffers_of(plain))
 
 
 @pytest.mark.parametrize("layers", [1, 8])

@@ -10,13 +10,12 @@ import weakref
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, at, backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 
 import ampkit
-from ampkit import DynamicLossScale
 from ampkit.optimizers import FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -66,59 +65,8 @@ def test_the_comparison_can_fail():
 def test_gradients_are_unscaled_at_every_level(level, loss_scale):
     before, model, optimizer = with_float32_twin(level, loss_scale=loss_scale)
     [(x, y)] = data = batches(1)
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     assert_close_to_largest(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("delayed", [False, True])
-def test_micro_batches_add_up(level, delayed):
-    before, model, optimizer = with_float32_twin(level)
-    data = batches(4)
-    for index, (x, y) in enumerate(data):
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed and index < 3) as scaled:
-            scaled.backward()
-    assert_close_to_largest(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize(
-    "flags", [(True, False), (False, True), (True, False, True, True, False), (False, True, False)]
-)
-def test_micro_batches_add_up_when_delays_are_mixed_and_the_scale_changes(level, flags):
-    rule = DynamicLossScale(init_scale=4.0, growth_interval=1, growth_factor=8.0)
-    before, model, optimizer = with_float32_twin(level, loss_scale=rule)
-    data = batches(len(flags))
-    for (x, y), delayed in zip(data, flags):
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed) as scaled:
-            scaled.backward()
-    optimizer_gradients = gradients(optimizer) if not flags[-1] else None
-    if optimizer_gradients is None:
-        # The last micro-batch left scaled gradients behind: step() finishes them, and lr=1 SGD shows them.
-        optimizer.param_groups[0]["lr"] = 1.0
-        old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
-        optimizer.step()
-        optimizer_gradients = [a - b.detach() for a, b in zip(old, ampkit.master_params(optimizer))]
-    assert_close_to_largest(optimizer_gradients, reference_gradients(before, data), 2 * TOLERANCE[level])
-
-
-def test_float32_accumulation_is_more_accurate_than_delayed_accumulation():
-    errors = {}
-    for delayed in (False, True):
-        before, model, optimizer = with_float32_twin("O2", loss_scale=1024.0)
-        data = batches(1) * 32
-        for index, (x, y) in enumerate(data):
-            with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed and index < 31) as scaled:
-                scaled.backward()
-        one = reference_gradients(before, data[:1])
-        found = gradients(optimizer)
-        # Against 32 times the gradient of one: what adding up alone has lost.
-        single = [g / 32 for g in found]
-        errors[delayed] = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(single, one))
-        assert errors[delayed] < 0.06
-        ampkit.close()
-    assert errors[False] < errors[True]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -136,26 +84,6 @@ def test_several_losses_with_their_own_scales_add_up(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_two_models_two_optimizers_and_a_loss_over_both(level):
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 4), nn.Linear(4, 3)
-    twins = copy.deepcopy(first).double(), copy.deepcopy(second).double()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
-    (first, second), optimizers = ampkit.initialize(
-        [first, second], optimizers, opt_level=level, verbosity=0, num_losses=2
-    )
-    data = batches(2)
-    for (x, y), which, loss_id in zip(data, (optimizers, optimizers[1]), (0, 1)):
-        hidden = first(x) if which is optimizers else first(x).detach()
-        with ampkit.scale_loss(F.mse_loss(second(hidden), y), which, loss_id=loss_id) as scaled:
-            scaled.backward()
-    F.mse_loss(twins[1](twins[0](data[0][0].double())), data[0][1].double()).backward()
-    F.mse_loss(twins[1](twins[0](data[1][0].double()).detach()), data[1][1].double()).backward()
-    for optimizer, twin in zip(optimizers, twins):
-        assert_close_to_largest(gradients(optimizer), [p.grad for p in twin.parameters()], TOLERANCE[level])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_parameters_in_two_optimizers_are_unscaled_once(level):
     torch.manual_seed(0)
     model = net_with_norm()
@@ -164,8 +92,7 @@ def test_parameters_in_two_optimizers_are_unscaled_once(level):
     model, optimizers = ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
     data = batches(2)
     for x, y in data:
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizers) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x), y), optimizers)
     expected = reference_gradients(before, data)
     assert_close_to_largest(gradients(optimizers[0]), expected, TOLERANCE[level])
     assert_close_to_largest(gradients(optimizers[1]), expected[:2], TOLERANCE[level])
@@ -186,8 +113,7 @@ def test_overflow_skips_an_unnamed_optimizer_of_the_same_parameters(level, named
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.zero_grad()
     x, y = random_batch(seed=1)
-    with ampkit.scale_loss(F.mse_loss(model(x), y), named) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), named)
     other.step()
     assert not ampkit.step_was_skipped(other)
 
@@ -204,8 +130,7 @@ def test_loss_of_any_shape_is_yielded_as_float32_times_the_scale(shape):
 def overflow(model, optimizer, **flags):
     x, y = random_batch(seed=9)
     loss = F.mse_loss(model(x), y)
-    with ampkit.scale_loss(loss * math.inf, optimizer, **flags) as scaled:
-        scaled.backward()
+    backward(loss * math.inf, optimizer, **flags)
 
 
 def everything(model, optimizer):
@@ -221,8 +146,7 @@ def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, lo
     _, model, optimizer = with_float32_twin(level, lambda p: torch.optim.Adam(p, lr=0.1), loss_scale=loss_scale)
     for x, y in batches(2):
         optimizer.zero_grad()
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x), y), optimizer)
         optimizer.step()
     assert not ampkit.step_was_skipped(optimizer)
     before = everything(model, optimizer)
@@ -237,42 +161,12 @@ def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, lo
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == expected
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_step_after_a_skipped_one_trains_again(level):
-    before, model, optimizer = with_float32_twin(level)
-    overflow(model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    data = batches(1)
-    with ampkit.scale_loss(F.mse_loss(model(data[0][0]), data[0][1]), optimizer) as scaled:
-        scaled.backward()
-    assert_close_to_largest(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
-    old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
-    optimizer.step()
-    assert not ampkit.step_was_skipped(optimizer)
-    assert all(not torch.equal(a, b) for a, b in zip(old, ampkit.master_params(optimizer)))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_with_other_gradients_than_a_block_made_is_judged_by_these(level):
-    _, model, optimizer = with_float32_twin(level)
-    overflow(model, optimizer)
-    before = everything(model, optimizer)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert not ampkit.step_was_skipped(optimizer)
-    assert all(value.isfinite().all() for value in everything(model, optimizer))
-    assert not all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
-
-
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_looks_again_at_gradients_that_were_written_to(level, make):
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
     [(x, y)] = batches(1)
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model[3].weight.grad[0, 0] = math.nan
     optimizer.step()
@@ -290,20 +184,6 @@ def test_close_leaves_zeros_in_the_place_of_skipped_gradients(level):
     assert all(not param.grad.any() for param in model.parameters())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("flag", [None, "delay_unscale", "delay_overflow_check"])
-def test_overflow_in_an_early_micro_batch_skips_the_step(level, flag):
-    _, model, optimizer = with_float32_twin(level)
-    overflow(model, optimizer, **({flag: True} if flag else {}))
-    x, y = batches(1)[0]
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
-    before = everything(model, optimizer)
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
-
-
 @pytest.mark.parametrize("layer", [1, 3], ids=["norm", "last"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -312,11 +192,9 @@ def test_overflow_in_the_last_micro_batch_skips_the_step(level, make, layer):
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
     before = everything(model, optimizer)  # now: who looks at master_params brings them about
     x, y = batches(1)[0]
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     model[layer].weight.register_hook(lambda gradient: gradient * math.inf)
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
@@ -330,8 +208,7 @@ def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(lev
     before = [everything(model, optimizer) for model, optimizer in zip(models, optimizers)]
     x, y = batches(1)[0]
     models[0][3].weight.register_hook(lambda gradient: gradient * math.inf)
-    with ampkit.scale_loss(F.mse_loss(models[0](x) + models[1](x), y), optimizers) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(models[0](x) + models[1](x), y), optimizers)
     for model, optimizer, values in zip(models, optimizers, before):
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer)
@@ -348,8 +225,7 @@ def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_o
     overflow(models[0], optimizers[0], delay_overflow_check=True)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 0}
     x, y = random_batch()
-    with ampkit.scale_loss(F.mse_loss(models[1](x), y), optimizers[1]) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(models[1](x), y), optimizers[1])
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
     for model, optimizer, values in zip(models, optimizers, before):
         optimizer.step()
@@ -361,60 +237,8 @@ def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_o
 def test_one_exit_is_one_iteration_and_delayed_ones_are_none():
     _, model, optimizer = with_float32_twin("O2")
     for flags in ({}, {}, {"delay_unscale": True}, {"delay_overflow_check": True}, {}):
-        with ampkit.scale_loss(F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]), optimizer, **flags) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]), optimizer, **flags)
     assert ampkit.state_dict()["loss_scaler0"]["unskipped"] == 3
-
-
-def test_only_the_optimizers_of_an_overflowing_loss_skip():
-    torch.manual_seed(0)
-    models = [nn.Linear(6, 3) for _ in range(2)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    models, optimizers = ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0, num_losses=2)
-    overflow(models[0], optimizers[0], loss_id=0)
-    x, y = batches(1)[0]
-    with ampkit.scale_loss(F.mse_loss(models[1](x), y), optimizers[1], loss_id=1) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [ampkit.step_was_skipped(o) for o in optimizers] == [True, False]
-    state = ampkit.state_dict()
-    assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(2)] == [32768.0, 65536.0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_of_another_session_are_unscaled_where_the_loss_reaches_them(level):
-    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for model, optimizer, scale in zip(models, optimizers, (8.0, 32.0)):
-        ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-    for _ in range(2):
-        with ampkit.scale_loss(sum(model(torch.ones(1, 2)).sum() for model in models), optimizers[0]) as scaled:
-            scaled.backward()
-    assert [model.weight.grad.tolist() for model in models] == [[[2.0, 2.0]]] * 2
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_gradient_of_a_tensor_of_no_session_is_unscaled(level):
-    model, optimizer = initialize_quietly(nn.Linear(2, 1), sgd, level, loss_scale=8.0)
-    latent = torch.ones(3, requires_grad=True)
-    for _ in range(2):
-        with ampkit.scale_loss(model(torch.ones(1, 2)).sum() + latent.sum(), optimizer) as scaled:
-            scaled.backward()
-    assert latent.grad.tolist() == [2.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_that_is_left_without_a_backward_pass_moves_no_scale(level):
-    rule = DynamicLossScale(init_scale=4.0, growth_interval=1)
-    model, optimizer = initialize_quietly(nn.Linear(2, 1), sgd, level, loss_scale=rule)
-    for runs in (False, True, False):
-        with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            if runs:
-                scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 8.0, "unskipped": 0}
 
 
 def test_gradients_that_wait_follow_the_scale_of_a_block_that_fails():
@@ -443,8 +267,7 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     _, model, optimizer = with_float32_twin(level, loss_scale="dynamic")
     x, y = batches(1)[0]
     if accumulated:
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x), y), optimizer)
     masters_before = [None if g is None else g.clone() for g in gradients(optimizer)]
     model_before = [p.grad for p in model.parameters()]
     copies = [None if g is None else g.clone() for g in model_before]
@@ -459,8 +282,7 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
         assert (found is None) is (expected is None)
         assert expected is None or torch.equal(found, expected)
     assert ampkit.state_dict() == state
-    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(model(x), y), optimizer)
     optimizer.step()
     assert not ampkit.step_was_skipped(optimizer)
 
@@ -556,8 +378,7 @@ class Unscalable(torch.Tensor):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_loss_that_cannot_be_scaled_leaves_earlier_gradients(level):
     model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
-    with ampkit.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(1, 4)).float().sum(), optimizer)
     with pytest.raises(MemoryError), ampkit.scale_loss(torch.ones(()).as_subclass(Unscalable), optimizer):
         pass
     # The gradient of a sum of outputs: the input, and one for each row of the bias.
@@ -575,8 +396,7 @@ def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypat
     model, optimizer = initialize_quietly(net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), level)
     [(x, y)] = batches(1)
     for factor in (1.0, float("inf")):
-        with ampkit.scale_loss(F.mse_loss(model(x), y) * factor, optimizer) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x), y) * factor, optimizer)
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer) == (factor != 1.0)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
@@ -608,8 +428,7 @@ def test_hook_on_a_parameter_is_told_of_the_loss_scale_once(kind, level, caplog)
     name, param = list(model.named_parameters())[-1]
     HOOKS[kind](param)
     for x, y in batches(2):
-        with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as loss:
-            loss.backward()
+        backward(F.mse_loss(model(x).float(), y), optimizer)
         # The gradient at the scale was clamped to 1, and is unscaled then.
         assert param.grad.abs().max() <= 1 / 1024
         optimizer.step()
@@ -624,8 +443,7 @@ def test_hook_on_a_parameter_is_not_told_where_it_is_right(scale, of_torch, capl
     for param in model.parameters():
         param.register_hook(torch.clone if of_torch else clamp)
     [(x, y)] = batches(1)
-    with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as loss:
-        loss.backward()
+    backward(F.mse_loss(model(x).float(), y), optimizer)
     assert not [record for record in caplog.records if "hook" in record.getMessage()]
 
 
@@ -634,8 +452,7 @@ def test_gradients_that_wait_at_a_scale_of_one_are_checked_at_a_scale_set_since(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, **at(STORED_BF16, check_gradients=False, verbosity=0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with ampkit.scale_loss(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True)
     ampkit.current_session().scalers[0].loss_scale = 4.0
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
