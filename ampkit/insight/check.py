@@ -41,7 +41,7 @@ from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Enough, Watch, telling_first, tensors_in
+from .watching import Call, Enough, Watch, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -122,11 +122,6 @@ class Observer(Watch, logging.Handler):
         with PatchSet() as patches:
             patches.enter_context(self)
             self._regions.watch(patches)
-            for owner, name, tell in (
-                (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", self._unscale),
-                (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
-            ):
-                patches.set(owner, name, telling_first(getattr(owner, name), tell))
             logger.addHandler(self)
             patches.callback(logger.removeHandler, self)
             with _Calls(self):
@@ -202,6 +197,11 @@ class Observer(Watch, logging.Handler):
     # What runs
 
     def around(self, call: Call) -> Any:
+        if call.function == "torch.amp.GradScaler.unscale_":
+            self._is_scaled = False
+        elif call.function == "torch.nn.utils.clip_grad_norm_" and self._is_scaled:
+            words = "it clips by a norm that is multiplied by the loss scale"
+            self.note(f"clip_grad_norm_ before GradScaler.unscale_: {words}")
         out = call()
         self.products.note(call, out)
         return out
@@ -264,16 +264,8 @@ class Observer(Watch, logging.Handler):
         self._pass(self.backward_passes)
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
-        self.has_scaler = self._is_scaled = current_session() is None
-
-    def _unscale(self, *_: Any) -> None:
-        self._is_scaled = False
-
-    def _clip(self, *_: Any) -> None:
-        if self._is_scaled and current_session() is None:
-            self.note(
-                "clip_grad_norm_ before GradScaler.unscale_: it clips by a norm that is multiplied by the loss scale"
-            )
+        self._is_scaled = current_session() is None
+        self.has_scaler |= self._is_scaled
 
 
 class _Calls(TorchFunctionMode):
