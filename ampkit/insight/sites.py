@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from .. import events
 from ..casting.engine import active_casting
-from ..iteration import advice
+from ..iteration import reach
 
 _TORCH = os.path.dirname(torch.__file__)
 #: Files of torch whose functions scripts call, and where they find them.
@@ -49,7 +49,7 @@ _FOLDERS = {
 _WATCHING = (
     os.path.join(os.path.dirname(__file__), ""),
     events.__file__,
-    advice.__file__,
+    reach.__file__,
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
     os.path.join(_TORCH, "_ops.py"),
 )
