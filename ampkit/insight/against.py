@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtypes import LOWER_PRECISION
 from ..sharding import local
 from .repeating import Repetition
 from .sites import Site
-from .watching import Call, Watch, address, place, tensors_in
+from .watching import Call, Watch, address, cast, place, tensors_in
 from .words import short
 
 #: An error that is this many times what inputs and rounding explain makes a row.
@@ -117,7 +117,7 @@ class _Shadows(Watch):
 
         def widen(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
-                return torch.float32 if value in LOWER_PRECISION else value
+                return cast(value, torch.float32)
             shadow = self.of(value)
             shadow = shadow.float() if shadow.dtype in LOWER_PRECISION else shadow
             return shadow.clone() if id(value) in written and address(shadow) == address(value) else shadow
@@ -125,14 +125,11 @@ class _Shadows(Watch):
         before = call.inputs()
         errors = [distance(tensor, self.of(tensor)) for tensor in before if id(tensor) not in written]
         args, kwargs = tree_map(widen, (call.args, call.kwargs))
-        is_shared = all(one is other for one, other in zip(tensors_in((args, kwargs)), before, strict=True))
-        is_random = torch.Tag.nondeterministic_seeded in call.op.tags
-        casts = any(
-            value in LOWER_PRECISION for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)
+        differs = any(
+            one is not other for one, other in zip(tree_leaves((args, kwargs)), tree_leaves((call.args, call.kwargs)))
         )
-        exact = None
-        if not is_random and not (is_shared and not casts):
-            exact = call.op(*args, **kwargs)
+        is_random = torch.Tag.nondeterministic_seeded in call.op.tags
+        exact = call.op(*args, **kwargs) if differs and not is_random else None
         out = call()
         if exact is None:
             for tensor in (*tensors_in(out), *call.written()):

@@ -26,7 +26,7 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..logs import is_rank_zero, logger
-from ..patching import PatchSet, Undo
+from ..patching import PatchSet
 from ..plan import OPT_LEVELS
 from ..policy import CastKind, Policy
 from ..registry import current_session
@@ -34,13 +34,14 @@ from ..scripts import running
 from . import files
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
+from .observed import observe
 from .record.arithmetic import product_of
 from .record.reasons import Regions
 from .repeating import unwatched
-from .sites import hide_observers, look
+from .sites import look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Enough, Watch, telling_first, tensors_in
+from .watching import Call, Enough, Watch, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -64,30 +65,20 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     A file or a folder that does not end in .py is a checkpoint, which files.py reads. Exceptions of the script pass through, after
     a report on what was seen until then.
     """
-    if arguments.iterations < 1:
-        print(
-            f"ampkit check: --iterations {arguments.iterations} is not accepted: expected at least 1.", file=sys.stderr
-        )
-        return 2
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
         return _read_file(arguments.target)
-    observer, hook = Observer(arguments.iterations), sys.excepthook
-    try:
-        with observer.watching():
-            code = running.from_command_line(arguments)
-        if code != 0:
-            return code
-    except Enough:
-        sys.excepthook = hook
-    except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            if words := in_words(error):
-                observer.note(words)
-            if observer.roots:
-                _print_report(arguments.target, observer)
-            hide_observers(error)
-            raise
-    return int(_print_report(arguments.target, observer))
+    observer = Observer(arguments.iterations)
+    code, error = observe(arguments, observer.watching())
+    if error is not None and (words := in_words(error)):
+        observer.note(words)
+    if code == 0 or observer.roots:
+        lines, has_mistakes = report(arguments.target, observer)
+        code = int(has_mistakes)
+        if is_rank_zero():
+            print("\n".join(lines), flush=True)
+    if error is not None:
+        raise error
+    return code
 
 
 def _read_file(path: str) -> int:
@@ -99,13 +90,6 @@ def _read_file(path: str) -> int:
         return 2
     print("\n".join(lines))
     return int(has_lost)
-
-
-def _print_report(script: str, observer: Observer) -> bool:
-    lines, has_mistakes = report(script, observer)
-    if is_rank_zero():
-        print("\n".join(lines), flush=True)
-    return has_mistakes
 
 
 class Observer(Watch, logging.Handler):
@@ -135,19 +119,11 @@ class Observer(Watch, logging.Handler):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        patches = PatchSet()
-        with Undo() as undo:
-            undo.enter_context(self)
-            undo.callback(patches.restore)
+        with PatchSet() as patches:
+            patches.enter_context(self)
             self._regions.watch(patches)
-            for owner, name, tell in (
-                (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", self._unscale),
-                (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
-            ):
-                patches.set(owner, name, telling_first(getattr(owner, name), tell))
             logger.addHandler(self)
-            undo.callback(logger.removeHandler, self)
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            patches.callback(logger.removeHandler, self)
             with _Calls(self):
                 yield
 
@@ -182,23 +158,24 @@ class Observer(Watch, logging.Handler):
         # One that steps less often than another is not waited for.
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
-        session = current_session()
         with _unseen():
             self.standstill.step_ends(optimizer, skipped)
-            if session is not None and session.plan.enabled:
-                self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
-                self.as_it_is = explain(session)
-            else:
-                self.as_it_is = explain(self.models, list(self.steps))
-                self._look_at_weights(optimizer)
+            self._look()
         if self.does == "torch.autocast in float16" and not self.has_scaler:
             self.note(
                 "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
             )
 
-    def _look_at_weights(self, optimizer: Any) -> None:
+    def _look(self) -> None:
+        session = current_session()
+        if session is not None and session.plan.enabled:
+            self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
+            self.as_it_is = explain(session)
+            return
+        self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
-            params = [*params_of(optimizer), *(param for model in self.models for param in model.parameters())]
+            owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
+            params = [param for params in owners for param in params]
             has_float32 = any(one.dtype is torch.float32 for one in params)
             others = (
                 LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, torch.float64, torch.complex64, torch.complex128)
@@ -208,7 +185,7 @@ class Observer(Watch, logging.Handler):
             if lower := [dtype for dtype in dtypes if dtype in trained]:
                 self.does = f"weights in {lower[0]}"
             elif dtypes:
-                self.does = f"float32, beside frozen weights in {dtypes[0]}"
+                self.does = f"{'float32, beside ' * has_float32}frozen weights in {dtypes[0]}"
 
     def all_mistakes(self) -> Iterator[str]:
         yield from self.standstill.lost_in_lower_precision(self.models)
@@ -220,6 +197,11 @@ class Observer(Watch, logging.Handler):
     # What runs
 
     def around(self, call: Call) -> Any:
+        if call.function == "torch.amp.GradScaler.unscale_":
+            self._is_scaled = False
+        elif call.function == "torch.nn.utils.clip_grad_norm_" and self._is_scaled:
+            words = "it clips by a norm that is multiplied by the loss scale"
+            self.note(f"clip_grad_norm_ before GradScaler.unscale_: {words}")
         out = call()
         self.products.note(call, out)
         return out
@@ -228,6 +210,9 @@ class Observer(Watch, logging.Handler):
         if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):
             self._end_if_enough()
             self.roots.setdefault(module)
+            if not self.steps:
+                with _unseen():
+                    self._look()
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)
@@ -239,7 +224,8 @@ class Observer(Watch, logging.Handler):
         with _unseen():
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
-    def note_call(self, function: Any, args: Sequence[Any]) -> None:
+    def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
+        self.standstill.note_call(function, args, kwargs)
         is_data = getattr(function, "__self__", None) is torch.Tensor.data
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])
@@ -278,16 +264,8 @@ class Observer(Watch, logging.Handler):
         self._pass(self.backward_passes)
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
-        self.has_scaler = self._is_scaled = current_session() is None
-
-    def _unscale(self, *_: Any) -> None:
-        self._is_scaled = False
-
-    def _clip(self, *_: Any) -> None:
-        if self._is_scaled and current_session() is None:
-            self.note(
-                "clip_grad_norm_ before GradScaler.unscale_: it clips by a norm that is multiplied by the loss scale"
-            )
+        self._is_scaled = current_session() is None
+        self.has_scaler |= self._is_scaled
 
 
 class _Calls(TorchFunctionMode):
@@ -298,7 +276,7 @@ class _Calls(TorchFunctionMode):
         self._observer = observer
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._observer.note_call(function, args)
+        self._observer.note_call(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
 
@@ -401,7 +379,7 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
     held = {param for one in optimizers for param in params_of(one)}
     trained = {param for model in models for param in model.parameters() if param.requires_grad}
     beside = [param for param in trained - held if param.dtype in LOWER_PRECISION]
-    if not beside or held & trained:
+    if not optimizers or not beside or held & trained:
         return None
     own = sum(one.total_bytes * one.parameters for one in explained.optimizers)
     return (own + sum(2 * param.nbytes for param in beside)) / sum(param.numel() for param in trained)

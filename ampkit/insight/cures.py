@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..casting.engine import active_casting
-from ..dtypes import LOWER_PRECISION
 from ..logs import logger
+from ..registry import live_sessions
 from .evidence import HINTS
 from .finder import Culprit, is_finite
 from .repeating import Repetition
-from .watching import Call, Watch
+from .watching import Call, Watch, cast
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,8 @@ class Trial(Watch):
         # Autograd insists on the dtype of a gradient where it leaves a node, and adds up gradients there.
         if call.backward and call.name in ("cast", "add"):
             return call()
-        args, kwargs = tree_map(self._cast, (call.args, call.kwargs))
+        args, kwargs = cast((call.args, call.kwargs), self._dtype)
         return call.op(*args, **kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(self._dtype) if value.dtype in LOWER_PRECISION else value
-        return self._dtype if value in LOWER_PRECISION else value
 
 
 class Trials:
@@ -109,6 +103,17 @@ class Trials:
         return None
 
 
+def has_session() -> bool:
+    return any(session.plan.enabled for session in live_sessions)
+
+
+def in_bfloat16() -> str:
+    """The change from float16 to bfloat16, as this script makes it."""
+    if has_session():
+        return "bfloat16 (O4 or O5 without cast_model_type=)"
+    return "torch.bfloat16 for torch.float16 (with ampkit: O4 or O5)"
+
+
 def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
     lower = trials.lower_scale()
     if lower is None:
@@ -130,7 +135,7 @@ def of_precision(trials: Trials, culprit: Culprit) -> list[Cure]:
         cures.append(Cure(text, row))
     path = f"{culprit.module}."
     if culprit.module and (text := trials.scoped(lambda call: f"{call.module}.".startswith(path))) is not None:
-        cures.append(Cure(text, f'keep_fp32=["{culprit.module}"]'))
+        cures.append(Cure(text, f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"))
     if culprit.dtype is torch.float16 and trials.everywhere(torch.bfloat16):
-        cures.append(Cure("finite, tried", "bfloat16 (O4 or O5)"))
+        cures.append(Cure("finite, tried", in_bfloat16()))
     return cures or [Cure("float32 is finite, no smaller change was, tried")]

@@ -78,7 +78,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
       module    layers.0.attention
       numbers   max |input| = 412, exp needs 8.533e+178, float16 ends at 65504
       cure      policy={"torch.Tensor.exp": "fp32"}: finite, tried
-      cure      bfloat16 (O4 or O5): finite, tried
+      cure      bfloat16 (O4 or O5 without cast_model_type=): finite, tried
 
     With ``against="fp32"`` it looks for what is finite and yet wrong. The iteration runs once, each operator in its precision and
     in float32. Named are the lines whose results are further from float32's than their inputs and one rounding explain.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +23,13 @@ from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..scripts import running
 from .around_step import is_skipped
-from .cures import Cure
+from .cures import Cure, in_bfloat16
 from .diagnose import Diagnosis
 from .evidence import DIVISION, HINTS, LOG, OVERFLOW, SCALE
 from .failures import culprit_of
 from .finder import Culprit, Finder, is_finite
+from .observed import observe
 from .repeating import rule_of, unwatched
-from .sites import hide_observers
 from .watching import Enough, tensors_in
 from .words import short
 
@@ -57,26 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script, and print what was found. The exit code is 1 where it was stopped, else the script's own."""
-    if arguments.after < 1:
-        print(f"ampkit diagnose: --after {arguments.after} is not accepted: expected at least 1.", file=sys.stderr)
-        return 2
-    watch, code = ScriptFinder(arguments.after, arguments.save), 0
-    try:
-        with torch.compiler.set_stance("force_eager"), watch:
-            code = running.from_command_line(arguments)
-    except Enough:
-        print(watch.found)
-        return 1
-    except SystemExit:
-        print(watch.at_the_end())
-        raise
-    except Exception as error:
+    watch = ScriptFinder(arguments.after, arguments.save)
+    code, error = observe(arguments, watch)
+    if isinstance(error, Exception):
         if (culprit := culprit_of(error, watch)) is not None:
             print(Diagnosis(watch.operations, None, *culprit, iteration=watch.iteration), flush=True)
-        hide_observers(error)
-        raise
-    if code == 0:
-        print(watch.at_the_end())
+    elif code == 0 or error is not None:
+        print(watch.found or watch.at_the_end(), flush=True)
+        code = int(watch.found is not None)
+    if error is not None:
+        raise error
     return code
 
 
@@ -140,6 +129,7 @@ class ScriptFinder(Finder):
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
+        self._in_bfloat16 = in_bfloat16()
         with unwatched():
             self.on_loss(tensors_in(roots))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
@@ -191,7 +181,8 @@ class ScriptFinder(Finder):
         if is_of_model:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
-            hint = f"bfloat16 (O4 or O5 without cast_model_type=), float32 for the function, or {hint}"
+            change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
+            hint = f"{change}float32 for the function, or {hint}"
         cures = (Cure(f"not tried: {hint}"),) if hint else ()
         note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
         if self._in_a_row == self._after:

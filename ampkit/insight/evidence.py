@@ -11,9 +11,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from .watching import Call, tensors_in
+from .watching import COMPLEX, FLOATING, Call, cast, tensors_in
 from .words import short
 
 OVERFLOW = "overflow of the format"
@@ -97,14 +96,7 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
 
 
 def _in_float64(call: Call, inputs: Any) -> Any:
-    def widen(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.double()
-        if isinstance(value, torch.Tensor) and value.is_complex():
-            return value.to(torch.complex128)
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    args, kwargs = tree_map(widen, inputs)
+    args, kwargs = cast(cast(inputs, torch.float64, FLOATING), torch.complex128, COMPLEX)
     with contextlib.suppress(Exception), torch.no_grad():  # an operator that has no float64 proves nothing
         return call.op(*args, **kwargs)
 

@@ -258,15 +258,14 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         masters = "the weights"
     else:
         masters = f"{short(stored[lowered[0]])} weight + 16-bit rest" if mastered or has_rests else "none"
+    with_rests = {param for param in lowered if param.requires_grad} if has_rests else set(mastered)
     return OptimizerRow(
         kind=type(optimizer).__name__,
         parameters=sum(param.numel() for param in params),
         masters=masters,
         step=step,
         reason=reason,
-        bytes_per_parameter=_bytes(
-            optimizer, stored, set(mastered), set(lowered if has_rests else mastered), treatment
-        ),
+        bytes_per_parameter=_bytes(optimizer, stored, set(mastered), with_rests, treatment),
     )
 
 
@@ -307,6 +306,8 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
         large = [one for one in tensors_in(values) if one.numel() > 1 or param.numel() == 1]
         dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
         return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))
+    if not param.requires_grad:
+        return 0.0
     group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})
     kind = type(optimizer).__name__
     if kind not in _MOMENTS or not is_known(optimizer):

@@ -42,18 +42,14 @@ def in_words(error: BaseException) -> str:
 
 def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ...]] | None:
     """The culprit and its cure; None where the exception is about something else."""
-    message = str(error)
+    message, (call, failed) = str(error), watch.failed or (None, None)
+    dtypes = None if call is None else _two_dtypes(call, watch)
     for words, kind, cure in _BY_MESSAGE:
         if words in message:
-            site = look_at(error.__traceback__)
-            text = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
-            inner = None if watch.failed is None else _two_dtypes(watch.failed[0], watch)
-            return Culprit(kind, inner[1] if inner else text, site, "", "", "", torch.float32, False), (Cure(cure),)
-    if watch.failed is None or watch.failed[1] is not error:
-        return None
-    call = watch.failed[0]
-    found = _two_dtypes(call, watch) or _too_large(call, message)
-    if found is None:
+            first = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
+            text = dtypes[1] if dtypes else first
+            return Culprit(kind, text, torch.float32, look_at(error.__traceback__)), (Cure(cure),)
+    if call is None or failed is not error or (found := dtypes or _too_large(call, message)) is None:
         return None
     kind, text, cure, dtype = found
     return Culprit(kind, text, **call.where(), dtype=dtype), (Cure(cure),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import re
@@ -180,24 +181,22 @@ def _read(path: Path) -> Any:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """A length in 8 bytes, so much JSON, and the tensors."""
-    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
+        if length > path.stat().st_size - 8:
             raise NotRead(f"{path} is no safetensors file, or a part of one.")
         header = json.loads(file.read(length))
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
     found = {}
     for name, about in header.items():
         begin, end = about["data_offsets"]
         if (dtype := _SAFETENSORS.get(about["dtype"])) is not None:
-            part = data[begin:end]
-            if (8 + length + begin) % dtype.itemsize:  # clone: torch looks at nothing that is not aligned
-                part = part.clone()
-            found[name] = (
-                part.view(dtype).reshape(about["shape"]) if end > begin else torch.empty(about["shape"], dtype=dtype)
-            )
+            part = torch.empty(0, dtype=dtype)
+            if end > begin:
+                number = (end - begin) // dtype.itemsize
+                part = torch.frombuffer(data, dtype=dtype, count=number, offset=8 + length + begin)
+            found[name] = part.reshape(about["shape"])
     return found
 
 

@@ -41,12 +41,12 @@ class Culprit:
 
     kind: str
     evidence: str
-    site: Site | None
-    function: str
-    op: str
-    module: str
     dtype: torch.dtype
-    backward: bool
+    site: Site | None = None
+    function: str = ""
+    op: str = ""
+    module: str = ""
+    backward: bool = False
     order: int = 0
     needed: float | None = None
     rows: str = ""
@@ -158,9 +158,8 @@ class Finder(Watch):
         if not bad or self.culprit is not None:
             return
         origins = [origin for tensor in bad if (origin := self._origins.get(address(tensor))) is not None]
-        self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or Culprit(
-            DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
-        )
+        unknown = Culprit(DOMAIN, "no operator that can be watched made it", bad[0].dtype, None, "unknown", "unknown")
+        self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or unknown
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

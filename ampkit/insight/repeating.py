@@ -21,7 +21,7 @@ from ..casting.tensors import params_of
 from ..events import Listener, listening, steps
 from ..iteration.advice import calls_of_torch
 from ..iteration.optimizer_wrapper import drop_casts
-from ..patching import PatchSet, Undo
+from ..patching import PatchSet
 from ..registry import live_sessions, wrapper_of
 from .watching import Journal, Watch, tensors_in
 
@@ -48,12 +48,10 @@ class Repetition(Listener):
 
     def run(self, iteration: Callable[[], Any]) -> None:
         journal = Journal(self.keep)
-        with Undo() as undo:
+        with PatchSet() as undo:
             drop_casts()
             undo.callback(drop_casts)
             undo.enter_context(_random_numbers_put_back())
-            if "torch._dynamo" in sys.modules:  # compiled code shows no operators
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(self._put_back, journal)
             self._take_over(undo)
             with contextlib.suppress(_Ended), journal, self._watch:
@@ -84,10 +82,8 @@ class Repetition(Listener):
         for module, buffers in self._buffers:
             module._buffers.update(buffers)
 
-    def _take_over(self, undo: Undo) -> None:
-        undo.enter_context(listening(self, steps, calls_of_torch))
-        patches = PatchSet()
-        undo.callback(patches.restore)
+    def _take_over(self, patches: PatchSet) -> None:
+        patches.enter_context(listening(self, steps, calls_of_torch))
         patches.set(self._watch, "on_module", self.keep_all)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from .. import events
 from ..casting.engine import active_casting
+from ..iteration import reach
 
 _TORCH = os.path.dirname(torch.__file__)
 #: Files of torch whose functions scripts call, and where they find them.
@@ -29,12 +30,18 @@ _PUBLIC = {
     F.__file__: "torch.nn.functional",
     os.path.join(_TORCH, "functional.py"): "torch",
     os.path.join(_TORCH, "nn", "utils", "clip_grad.py"): "torch.nn.utils",
+    os.path.join(_TORCH, "amp", "grad_scaler.py"): "torch.amp.GradScaler",
+    os.path.join(_TORCH, "distributed", "fsdp", "sharded_grad_scaler.py"): "torch.amp.GradScaler",
 }
+_AMPKIT = os.path.dirname(os.path.dirname(__file__))
 _FOLDERS = {
     name: os.path.join(os.path.realpath(path), "")
     for name, path in {
         "torch": _TORCH,
-        "ampkit": os.path.dirname(os.path.dirname(__file__)),
+        "casting": os.path.join(_AMPKIT, "casting"),
+        "insight": os.path.dirname(__file__),
+        "scripts": os.path.join(_AMPKIT, "scripts"),
+        "ampkit": _AMPKIT,
         "site-packages": sysconfig.get_paths()["purelib"],
         "stdlib": sysconfig.get_paths()["stdlib"],
     }.items()
@@ -42,10 +49,11 @@ _FOLDERS = {
 _WATCHING = (
     os.path.join(os.path.dirname(__file__), ""),
     events.__file__,
+    reach.__file__,
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
     os.path.join(_TORCH, "_ops.py"),
 )
-_PASSED_OVER = ("torch", "ampkit", "stdlib")
+_PASSED_OVER = ("torch", "casting", "insight", "scripts", "ampkit", "stdlib")
 #: Methods of operators whose class in `ast` has another name.
 _OPERATORS = {"mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor"}
 
@@ -66,25 +74,27 @@ class Site:
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
-def look(*, past_engine: bool = False) -> tuple[Site | None, str | None]:
+def look(*, past_engine: bool = False) -> tuple[Site | None, str | None, set[str]]:
     """The user's line that runs, and the public name of the function of torch that it calls, both None if not found.
 
-    The walk ends at autograd's engine, unless ``past_engine``: what lies above has called ``backward()``.
+    Third are the owners of the frames in between, as `_FOLDERS` names them. The walk ends at autograd's engine, unless
+    ``past_engine``: what lies above has called ``backward()``.
     """
-    frame, function = sys._getframe().f_back, None
+    frame, function, passed = sys._getframe().f_back, None, set[str]()
     while frame is not None:
         code = frame.f_code
         owner = _owner(code.co_filename)
         if code.co_filename in _PUBLIC and not code.co_name.startswith(("_", "no_grad_wrapper")):
             function = f"{_PUBLIC[code.co_filename]}.{code.co_name}"
-        elif function is None and owner not in ("ampkit", "stdlib"):
+        elif function is None and owner in ("torch", "site-packages", "user"):
             function = _called(frame)
         if owner not in _PASSED_OVER:
-            return _site(code.co_filename, frame.f_lineno), function
+            return _site(code.co_filename, frame.f_lineno), function, passed
+        passed.add(owner)
         if code.co_name == "_engine_run_backward" and not past_engine:
             break
         frame = frame.f_back
-    return None, None
+    return None, None, passed
 
 
 _site = functools.cache(Site)

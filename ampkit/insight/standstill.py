@@ -17,6 +17,12 @@ from .updates import SAMPLE, Weights, some
 from .words import short
 
 _MANY_LOST = 0.5
+#: What subtracts a mean, and so whatever a bias in front of it has added: the place of the argument that says so, and its name.
+_SUBTRACT = {"batch_norm": (5, "training", False), "instance_norm": (5, "use_input_stats", True)}
+_KEEP_CHANNELS = ("View", "UnsafeView", "ToCopy", "Transpose", "Permute")
+_SUBTRACTED = (
+    "the norm behind subtracts it, so that its gradient is 0 and it cannot move: bias=False is what people write"
+)
 _ZERO = "every gradient is 0: a factor of 0, or zero_grad() before step()"
 
 
@@ -25,13 +31,14 @@ class Standstill:
 
     def __init__(self) -> None:
         self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
-        #: Updates that were lost, and all of them, of each parameter, by the optimizer's class and the dtype.
-        self.lost: dict[tuple[str, torch.dtype], dict[Tensor, tuple[int, int]]] = {}
+        #: Lost updates, and all, of each parameter, by the optimizer's class and the dtype, which is None for `_subtracted`.
+        self.lost: dict[tuple[str, torch.dtype | None], dict[Tensor, tuple[int, int]]] = {}
         self._steps: Counter[Tensor] = Counter()
         self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
+        self._subtracted: set[Tensor] = set()  # biases in front of a norm
         self._zeros: Counter[Tensor] = Counter()  # of `_why`, before this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
@@ -40,6 +47,15 @@ class Standstill:
         """A line that does not say so itself, as ``scale_loss``, is none of the script's."""
         if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
             self.cuts.setdefault(f"{words} at {site}: {site.source}")
+
+    def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
+        place, name, default = _SUBTRACT.get(getattr(function, "__name__", ""), (0, "", False))
+        if name and (args[place] if len(args) > place else kwargs.get(name, default)):
+            node = _before_views(args[0].grad_fn)
+            if node is not None and node.name().startswith(("Convolution", "Addmm")):
+                leaves = [_before_views(one) for one, _ in node.next_functions]
+                own = [leaf.variable for leaf in leaves if hasattr(leaf, "variable")]
+                self._subtracted.update(param for param in own if param.dim() == 1)
 
     def backward_ends(self, params: Iterable[Tensor]) -> None:
         self._had_gradient = {param for param in params if param.grad is not None}
@@ -72,7 +88,7 @@ class Standstill:
             )
         if param.grad is None:
             return "no gradient"
-        if param.grad.layout is not torch.strided or bool((param.grad != 0).any()):
+        if param in self._subtracted or param.grad.layout is not torch.strided or bool((param.grad != 0).any()):
             return None
         return _ZERO
 
@@ -86,6 +102,7 @@ class Standstill:
         for one in weights.list:
             if one.name in counts:
                 dtype = one.param.dtype if one.entry is None else torch.float32
+                dtype = None if one.param in self._subtracted else dtype
                 found = self.lost.setdefault((type(optimizer).__name__, dtype), {})
                 lost, total = found.get(one.param, (0, 0))
                 found[one.param] = lost + int(counts[one.name][0]), total + int(counts[one.name][1])
@@ -97,38 +114,39 @@ class Standstill:
         no optimizer has a part of and no gradient reaches, as one that makes targets.
         """
         names = _names_in(models)
-        if self._steps:
-            own = [
-                param
-                for model in models
-                if any(param in self._steps or param in self._ever_had for param in model.parameters())
-                for param in model.parameters()
-                if param not in self._steps and not self._has_moved(param)
-            ]
-            held = {param for param in own if param.requires_grad}
-            yield from _with_names(
-                "no optimizer that stepped holds them: make it over model.parameters(), last", held, names
-            )
-            frozen = {param for param in own if not param.requires_grad}
-            yield from _with_names("requires_grad is False; requires_grad_(True) trains them", frozen, names)
+        for why, params in self._standing(models, names):
+            found = sorted(names.get(param) or f"a parameter of shape {tuple(param.shape)}" for param in params)
+            if found:
+                yield f"{', '.join(found[:4])}{', ...' * (len(found) > 4)}: {why}"
+
+    def _standing(self, models: Sequence[nn.Module], names: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
+        in_use = {*self._steps, *self._ever_had}
+        own = [
+            list(model.parameters()) for model in models if self._steps and not in_use.isdisjoint(model.parameters())
+        ]
+        others = {
+            param for params in own for param in params if param not in self._steps and not self._has_moved(param)
+        }
+        frozen = {param for param in others if not param.requires_grad}
+        yield "no optimizer that stepped holds them: make it over model.parameters(), last", others - frozen
+        yield "requires_grad is False; requires_grad_(True) trains them", frozen
         for why, counts in self._why.items():
-            always = [param for param, count in counts.items() if count == self._steps[param]]
+            always = {param for param, count in counts.items() if count == self._steps[param]}
             if why == "no gradient":
-                always = [param for param in always if not self._has_moved(param)]
-                strangers = [param for param in always if param not in names]
-                yield from _with_names(
-                    "no model has it, only the optimizer: was a layer replaced since?", strangers, names
-                )
-                always = [param for param in always if param in names]
+                always = {param for param in always if not self._has_moved(param)}
+                yield "no model has it, only the optimizer: was a layer replaced since?", always - names.keys()
+                always &= names.keys()
                 why = "no gradient reaches them: the loss does not use them"
                 if self.cuts:
                     why += f", or a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"
-            yield from _with_names(why, always, names)
+            yield why, always
         for (_, dtype), counts in self.lost.items():
-            if dtype not in LOWER_PRECISION:
-                many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
+            many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
+            if dtype is None:
+                yield _SUBTRACTED, [*many, *(param for param in counts if not counts[param][1])]
+            elif dtype not in LOWER_PRECISION:
                 why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
-                yield from _with_names(f"{why}, unless a warm-up does", many, names)
+                yield f"{why}, unless a warm-up does", many
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)
@@ -147,6 +165,12 @@ class Standstill:
                 )
 
 
+def _before_views(node: Any) -> Any:
+    while node is not None and node.name().startswith(_KEEP_CHANNELS):
+        node = node.next_functions[0][0]
+    return node
+
+
 def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     kinds = Counter(type(model).__name__ for model in models)
     found: dict[Tensor, str] = {}
@@ -159,9 +183,3 @@ def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 
 def _seen(param: Tensor) -> Tensor:
     return some(local(param.detach()), SAMPLE)
-
-
-def _with_names(why: str, params: Iterable[Tensor], names: dict[Tensor, str]) -> Iterator[str]:
-    found = [names.get(param) or f"a parameter of shape {tuple(param.shape)}" for param in params]
-    if found:
-        yield f"{', '.join(sorted(found)[:4])}{', ...' * (len(found) > 4)}: {why}"

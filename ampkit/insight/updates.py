@@ -105,13 +105,10 @@ class Weights:
 
     def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
         """Each alone, or samples of the same dtypes and device together."""
-        trained = self._trained()
-        if self._most is None:
-            return [[one] for one in trained]
         groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
-        for weight, gradient in trained:
-            key = weight.param.dtype, gradient.dtype, gradient.device, weight.entry is None
-            groups.setdefault(key, []).append((weight, gradient))
+        for weight, gradient in self._trained():
+            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.entry is None
+            groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
         return groups.values()
 
     def _some(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ number that is newest when an operator runs forward is that of its own node. `Jo
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from ..dtypes import LOWER_PRECISION
 from ..events import Listener, forwards, listening
 from ..iteration.found_inf import values_of
 from ..patching import SharedPatches
@@ -25,6 +28,10 @@ from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node
 _newest_node = torch._C._autograd._get_sequence_nr
+
+_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+FLOATING = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
+COMPLEX = frozenset(dtype for dtype in _DTYPES if dtype.is_complex)
 
 # Operators under other names than the functions that call them.
 _NAMES = {
@@ -55,7 +62,8 @@ class Call:
     ``site`` is the user's line, None where there is none. ``function`` is the public name of what the line calls
     (``"torch.exp"``), or the operator's, and ``module`` the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for
     the model itself, and outside of it). In a backward pass all three are the forward's; ``node`` names autograd's node, which has
-    a ``number``. ``recomputed`` is what torch.utils.checkpoint runs once more during a backward pass.
+    a ``number``. ``recomputed`` is what torch.utils.checkpoint runs once more during a backward pass. ``passed`` are the owners of
+    frames between the line and the operator.
     """
 
     op: Any
@@ -67,6 +75,7 @@ class Call:
     node: str | None = None
     number: int = -1
     recomputed: bool = False
+    passed: Collection[str] = ()
 
     def __call__(self) -> Any:
         try:
@@ -141,6 +150,8 @@ class Watch(TorchDispatchMode, Listener):
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
+        if "torch._dynamo" in sys.modules:  # compiled code shows no operators
+            self._listening.enter_context(torch.compiler.set_stance("force_eager"))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -171,7 +182,7 @@ class Watch(TorchDispatchMode, Listener):
 
     def _located(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         node = _current_node()
-        site, function = look()
+        site, function, passed = look()
         if node is not None and site is None:
             number = node._sequence_nr()
             if number in self._forward:
@@ -187,9 +198,9 @@ class Watch(TorchDispatchMode, Listener):
             self._newest[thread] = number
             self._forward[number] = site, function, module
         if node is None:
-            return Call(op, args, kwargs, site, function, module)
+            return Call(op, args, kwargs, site, function, module, passed=passed)
         if torch.is_grad_enabled():
-            return Call(op, args, kwargs, site, function, module, recomputed=True)
+            return Call(op, args, kwargs, site, function, module, recomputed=True, passed=passed)
         # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
         return Call(op, args, kwargs, site, function, module, node.name())
 
@@ -215,6 +226,17 @@ def _gather(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _gather(value, found)
         elif isinstance(value, dict):
             _gather(value.values(), found)
+
+
+def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_PRECISION) -> Any:
+    """The same arguments with tensors of these dtypes, and the dtypes themselves, as ``dtype``."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.dtype in kinds else value
+        return dtype if isinstance(value, torch.dtype) and value in kinds else value
+
+    return tree_map(one, tree)
 
 
 def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:

@@ -432,3 +432,66 @@ for _ in range(9):
     assert code == 0 and any("Holds (56 parameters)" in line for line in lines)  # 6 * 6 + 6 + 6 * 2 + 2
     assert row(lines, "as it is").split()[-1] == "16.0"
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
+
+
+#: How a model is made, and what ends in a norm of the batch; names of biases that cannot move.
+NORMED = {
+    "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
+    "a linear layer": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4)", "x", "0.bias"),
+    "a norm of each sample": ("nn.Conv1d(1, 4, 3)", "nn.InstanceNorm1d(4)", "x[:, None]", "0.bias"),
+    "a norm by its running mean": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4).eval()", "x", ""),
+    "a norm of each row": ("nn.Linear(6, 4)", "nn.LayerNorm(4)", "x", ""),
+    "a function in between": ("nn.Linear(6, 4)", "nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4))", "x", ""),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", NORMED)
+def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
+    layer, norm, given, names = NORMED[case]
+    _, lines = check(f"""
+torch.manual_seed(0)
+net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dtype=torch.{dtype})
+optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+for _ in range(3):
+    optimizer.zero_grad()
+    out = net({given}).float()
+    (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum().backward()
+    optimizer.step()
+""")
+    found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
+    assert [line for line in found if "bias=False" in line or "learning rate" in line] == found
+    assert [line.partition(":")[0] for line in found] == [names] * bool(names), lines
+    if dtype == "bfloat16":
+        assert f"{names or 'none'!r}; O5" not in row(lines, "mistake")
+
+
+#: What a script does that takes no step, and what it is said to use, with the bytes of its weights.
+WITHOUT_STEPS = {
+    "net.bfloat16()(x.bfloat16())": "weights in bfloat16",
+    "net.half()(x.half())": "weights in float16",
+    "net.requires_grad_(False).bfloat16()(x.bfloat16())": "frozen weights in bfloat16",
+    "net.double()(x.double())": "weights in float64",
+    "net(x)": "float32",
+}
+
+
+@pytest.mark.parametrize("line", WITHOUT_STEPS)
+def test_a_script_that_takes_no_step_is_told_its_dtype(check, line):
+    _, lines = check(f"{TWO_LAYERS}\n{line}\n")
+    assert any(f"the script uses {WITHOUT_STEPS[line]}." in one for one in lines), lines
+    assert row(lines, "as it is").split() == [WITHOUT_STEPS[line].rpartition(" ")[2], "none"]
+
+
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
+def test_frozen_weights_have_neither_gradients_nor_moments(check, dtype, width):
+    """Of 16 * 16 elements each, one layer is frozen: its weights alone count beside weight, gradient and two moments of 4 bytes."""
+    _, lines = check(f"""
+net = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False).to(torch.{dtype}), nn.Linear(16, 16, bias=False))
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(3):
+    net[1](net[0](torch.ones(8, 16, dtype=torch.{dtype})).float()).sum().backward()
+    optimizer.step()
+""")
+    assert row(lines, "as it is").split()[-1] == f"{(width + 16) / 2:.1f}"
+    assert row(lines, "no level").split()[-2] == f"{(width + 8 + 2 + 4 / 128) / 2:.1f}"

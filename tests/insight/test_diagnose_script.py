@@ -1,6 +1,8 @@
 """``ampkit diagnose script.py``: stops at the culprit's line, with the figures of `ampkit.diagnose`."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -8,6 +10,8 @@ import textwrap
 import pytest
 import torch
 from helpers import ROOT
+
+from ampkit.__main__ import main
 
 MODEL = """
     import torch, ampkit
@@ -227,3 +231,67 @@ def test_the_batch_and_the_weights_are_saved_and_diagnosed_once_more(tmp_path):
     assert torch.equal(args[0], torch.full((3, 4), 0.5)) and kwargs["scale"][1] == 1e4
     value = args[0] @ state["weight"].T + state["bias"]
     assert not (value * kwargs["scale"]).abs().exp().isfinite().all()
+
+
+# what fails in the third iteration
+FAILING = {
+    "an operator": "torch.ones(2, 3) @ torch.ones(2, 3)",
+    "a layer": "model(torch.ones(2, 3))",
+    "a hook of a gradient": "y.register_hook(lambda gradient: gradient @ gradient)",
+    "a closure": "optimizer.step(lambda: model(torch.ones(2, 3)))",
+    "an exit": "sys.exit('no more')",
+}
+
+
+@pytest.mark.parametrize("line", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("tool", ["check", "diagnose", "record"])
+def test_a_script_that_fails_shows_the_frames_that_plain_python_shows(tool, line, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "script.py"
+    path.write_text(f"import sys\n{textwrap.dedent(FAILS).lstrip()}".format(line=line).replace("i == 1", "i == 2"))
+    with pytest.raises(BaseException) as plain:
+        runpy.run_path(str(path))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(plain.type) as observed:
+        main(["diagnose", str(path)] if tool == "diagnose" else [tool, "--iterations", "9", str(path)])
+    capsys.readouterr()
+    sys.excepthook(observed.type, observed.value, observed.tb)
+    printed = capsys.readouterr().err
+    frames = [one.lineno for one in plain.traceback if str(one.path) == str(path)]
+    assert [int(one) for one in re.findall(r'File ".*script.py", line (\d+)', printed)] == [one + 1 for one in frames]
+    assert not re.findall('File ".*ampkit', printed) and str(observed.value) == str(plain.value)
+
+
+#: How a script comes by float16 or bfloat16, and the change to bfloat16 that it is told.
+CHANGES = {
+    "autocast": ("with torch.autocast('cpu', torch.float16):", "", "torch.bfloat16 for torch.float16 (with ampkit: O4"),
+    "weights in float16": (
+        "if True:",
+        "model.half(); x = x.half()",
+        "torch.bfloat16 for torch.float16 (with ampkit: O4",
+    ),
+    "ampkit": (
+        "if True:",
+        "ampkit.initialize(model, optimizer, opt_level='O1', patch_torch_functions_type=torch.float16, verbosity=0)",
+        "bfloat16 (O4 or O5 without cast_model_type=)",
+    ),
+    "bfloat16": ("with torch.autocast('cpu', torch.bfloat16):", "x = x * 1e32", ""),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_the_cure_of_an_overflow_fits_the_script(case, tmp_path, capsys):
+    region, before, change = CHANGES[case]
+    script = f"""
+        x = torch.ones(3, 4) * 1e3
+        {before}
+        for _ in range(9):
+            {region}
+                loss = (model(x) * 1e3).float().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """
+    model = textwrap.dedent(MODEL).lstrip().replace("0.1)", "0.1); torch.nn.init.constant_(model.weight, 25.0)")
+    (tmp_path / "script.py").write_text(model + textwrap.dedent(script))
+    assert main(["diagnose", str(tmp_path / "script.py")]) == 1
+    (cure,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  cure")]
+    assert cure.removeprefix("  cure      not tried: ").startswith(change or "float32 for the function"), cure
+    assert ("bfloat16" in cure) == bool(change)

@@ -92,4 +92,4 @@ def test_a_script_that_ends_early_is_told_of(record):
 
 def test_settings_that_make_no_sense_are_refused(record):
     code, _, err = record(TRAINS, "1", options=["--iterations", "0"])
-    assert code == 2 and "expected --iterations of at least 1" in err
+    assert code == 2 and "--iterations 0 is not accepted: expected at least 1" in err

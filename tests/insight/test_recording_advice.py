@@ -198,3 +198,24 @@ def test_a_culprit_for_slow_is_named_in_scripts_without_ampkit(way):
     assert words in culprit and ("matmul" if way == "autocast" else "einsum") in culprit
     assert way == "autocast" or "by .float() at test_recording_advice.py:" in culprit
     assert any("linear in 'up'" in line and "N = 60 is no multiple of 8 -> pad it to 64" in line for line in found)
+
+
+@pytest.mark.parametrize("line", ["scaler.unscale_(one)", "scaler.step(one)", "scaler.update()"])
+def test_a_line_that_calls_the_scaler_is_no_finding(line):
+    """It computes a reciprocal in float64, and reads a number for each of four optimizers."""
+    scaler = torch.amp.GradScaler("cpu")
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+
+    def iteration():
+        scaler.scale(sum(layer(torch.ones(8, 8)).sum() for layer in layers)).backward()
+        for one in optimizers:
+            scaler.unscale_(one)
+        for one in optimizers:
+            scaler.step(one)
+        scaler.update()
+
+    record = recorded(iteration)
+    rows = [row for row in record.calls if row.source == line and row.phase == "forward"]
+    assert {row.function for row in rows} == {"GradScaler"}
+    assert [advice for advice in record.advice if advice.site in {row.site for row in rows}] == []

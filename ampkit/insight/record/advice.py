@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .data import FORWARD, STEP, Advice, CallRow, Rows
+from .data import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
@@ -87,7 +87,8 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
 
 
 def _float64(record: Rows) -> Iterator[Advice]:
-    exact = [row for row in record.calls if row.dtype is torch.float64 and row.phase != STEP]
+    own = [row for row in record.calls if row.phase != STEP and row.function not in (AMPKIT, GRAD_SCALER)]
+    exact = [row for row in own if row.dtype is torch.float64]
     for site, rows in _alike(exact, lambda row: row.site):
         share = sum(map(record.share_of_time, rows))
         if max(share, sum(map(record.share_of_flops, rows))) >= _LEAST:

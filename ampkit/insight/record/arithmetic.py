@@ -33,7 +33,9 @@ class Product(NamedTuple):
 def product_of(name: str) -> Callable[[Any, Any], Product] | None:
     """The formula of an operator, of its arguments and result; None for what is no product."""
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
-        return _attention_backward if name.endswith("backward") else _attention
+        is_backward = name.endswith("backward")
+        # Backward: scores once more, and a product for each of scores, query, key and value.
+        return lambda args, out: _attention(args[1:4], 3, 2) if is_backward else _attention(args[:3], 1, 1)
     return _FORMULAS.get(name)
 
 
@@ -70,19 +72,8 @@ def _along(matrix: torch.Tensor, names: str) -> tuple[str, int]:
     return (names[0], matrix.shape[-2]) if is_transposed else (names[1], matrix.shape[-1])
 
 
-def _convolution(args: Any, out: torch.Tensor) -> Product:
-    x, weight, groups = args[0], args[1], args[8]
-    return _of_convolution(x, weight, out, is_transposed=args[6], groups=groups, passes=1)
-
-
-def _convolution_backward(args: Any, out: Any) -> Product:
-    grad, x, weight, is_transposed, groups, mask = args[0], args[1], args[2], args[7], args[9], args[10]
-    return _of_convolution(x, weight, grad, is_transposed, groups, passes=bool(mask[0]) + bool(mask[1]))
-
-
-def _of_convolution(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, is_transposed: bool, groups: int, passes: int
-) -> Product:
+def _convolution(args: Any, out: torch.Tensor, passes: int = 1) -> Product:
+    x, weight, is_transposed, groups = args[0], args[1], args[6], args[8]
     # Each element of the smaller side meets each weight of its group once.
     places = math.prod((x if is_transposed else out).shape[2:])
     flops = 2 * x.shape[0] * places * weight.numel()
@@ -90,18 +81,10 @@ def _of_convolution(
     return Product(flops * passes, channels)
 
 
-def _attention(args: Any, out: Any) -> Product:
-    query, key, value = args[:3]
+def _attention(args: Any, of_query: int, of_value: int) -> Product:
+    query, key, value = args
     queries = math.prod(query.shape[:-1])  # of all heads of the batch
-    flops = 2 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    return Product(flops, (("head dimension", query.shape[-1]),))
-
-
-def _attention_backward(args: Any, out: Any) -> Product:
-    """Scores once more, and a product for each of: scores, query, key, value."""
-    query, key, value = args[1:4]
-    queries = math.prod(query.shape[:-1])
-    flops = 2 * queries * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+    flops = 2 * queries * key.shape[-2] * (of_query * query.shape[-1] + of_value * value.shape[-1])
     return Product(flops, (("head dimension", query.shape[-1]),))
 
 
@@ -120,7 +103,7 @@ _FORMULAS: dict[str, Callable[[Any, Any], Product]] = {
     **dict.fromkeys(_ADDED_TO, lambda args, out: _matrix(args[1], args[2])),
     "_grouped_mm": lambda args, out: _grouped(args[0], args[1], out),
     "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
+    "convolution_backward": lambda args, out: _convolution(args[1:], args[0], bool(args[10][0]) + bool(args[10][1])),
     "mkldnn_rnn_layer": _recurrent,
     "mkldnn_rnn_layer_backward": lambda args, out: _recurrent(args, out, passes=2),
     "_cudnn_rnn": _recurrent,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
+from ..observed import observe
 from ..watching import Enough
 from .record import Record
 from .recorder import Iterations, recorded
@@ -31,57 +33,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script, and print the record. The exit code is 0 where something was recorded."""
-    if arguments.iterations < 1 or arguments.skip < 0:
-        print("ampkit record: expected --iterations of at least 1 and --skip of at least 0.", file=sys.stderr)
-        return 2
     # Before the script changes its folder.
     paths = [path and path.resolve() for path in (arguments.json, arguments.html)]
-    script, code = _Script(arguments.skip, arguments.iterations), 0
-    try:
-        with suppress(Enough), script:
-            code = running.from_command_line(arguments)
-    except SystemExit as exited:
-        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
-    record = script.record
-    if record is None or not record.calls:
+    records: list[Record] = []
+    code, error = observe(arguments, _some_iterations(arguments.skip, arguments.iterations, records))
+    record = records[0] if records else Record()
+    if not record.calls:
         if code == 0:
             ended = f"the script ended before the {arguments.skip + 1}. step of an optimizer"
             print(f"ampkit record: {ended}.", file=sys.stderr)
-        return code or 1
-    if is_rank_zero():
-        print(record)
+            code = 1
+    elif is_rank_zero():
+        print(record, flush=True)
         for path, write in zip(paths, (record.to_json, record.to_html)):
             if path is not None:
                 write(path)
                 print(f"ampkit record: wrote {path}", file=sys.stderr)
+    if error is not None:
+        raise error
     return code
 
 
-class _Script(ExitStack):
-    """Around a script: waits for ``skip`` iterations, records ``iterations``, and stops it. Then ``record`` is there."""
+@contextmanager
+def _some_iterations(skip: int, iterations: int, records: list[Record]) -> Iterator[None]:
+    """Waits for ``skip`` iterations of the script inside, records ``iterations`` into the list, and stops it."""
+    with ExitStack() as watching:
 
-    record: Record | None = None
+        def after_skipped(iteration: int) -> None:
+            if iteration == skip:
+                watching.close()
+                records.append(watching.enter_context(recorded(after_recorded)))
 
-    def __init__(self, skip: int, iterations: int) -> None:
-        super().__init__()
-        self._skip, self._iterations = skip, iterations
+        def after_recorded(iteration: int) -> None:
+            if iteration == iterations:
+                watching.close()
+                raise Enough
 
-    def __enter__(self) -> _Script:
-        if self._skip:
-            self.enter_context(listening(Iterations(self._after_skipped), steps))
+        if skip:
+            watching.enter_context(listening(Iterations(after_skipped), steps))
         else:
-            self._begin()
-        return self
-
-    def _after_skipped(self, iteration: int) -> None:
-        if iteration == self._skip:
-            self.close()
-            self._begin()
-
-    def _begin(self) -> None:
-        self.record = self.enter_context(recorded(self._after_recorded))
-
-    def _after_recorded(self, iteration: int) -> None:
-        if iteration == self._iterations:
-            self.close()
-            raise Enough
+            after_skipped(0)
+        yield

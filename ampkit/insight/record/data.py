@@ -11,6 +11,8 @@ import torch
 from ...dtypes import LOWER_PRECISION
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
+#: Functions of rows that are no work of the script's own.
+AMPKIT, GRAD_SCALER = "ampkit", "GradScaler"
 
 
 @dataclass(eq=False)

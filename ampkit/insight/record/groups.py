@@ -64,24 +64,20 @@ class Group:
 
 def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
     """Rows of all groups; what still waits goes to a row of the same line, or to one of its own."""
-    groups = list(groups)
-    by_line: dict[Any, list[CallRow]] = {}
-    for group in groups:
-        if group.last is not None:
-            group.hand_over(group.last)
-        for row in _folded(group.rows.values()):
-            row.module = collapsed(group.paths[row])
-            by_line.setdefault((group.site, group.phase), []).append(row)
-            yield row
-    for group in (one for one in groups if one.last is None):
-        row = next(iter(by_line.get((group.site, group.phase), [])), None)
+    by_line: defaultdict[Any, list[CallRow]] = defaultdict(list)
+    for group in sorted(groups, key=lambda one: one.last is None):
+        at = by_line[group.site, group.phase]
+        row = group.last or next(iter(at), None)
         if row is None:  # a line that does nothing but convert, or computes with integers
-            row = group.new_row((frozenset(), None, None, ""))
-            row.module, row.calls = collapsed(group.paths[group]), group.casts
+            precision: Precision = frozenset(), None, None, ""
+            row = group.rows[precision] = group.new_row(precision)
+            row.calls, group.paths[row] = group.casts, group.paths[group]
             row.reason = "a cast of the script's" if group.casts else row.reason
-            by_line.setdefault((group.site, group.phase), []).append(row)
-            yield row
         group.hand_over(row)
+        for one in _folded(group.rows.values()):
+            one.module = collapsed(group.paths[one])
+            at.append(one)
+            yield one
 
 
 def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding import local
 
@@ -17,27 +16,22 @@ class Origin:
     made for; one that the script makes is named by ``asked``.
     """
 
-    __slots__ = ("asked", "group", "name", "ref", "row", "source", "weight")
+    __slots__ = ("asked", "group", "name", "row", "source", "weight")
 
     def __init__(self) -> None:
-        self.name = self.row = self.source = self.weight = self.group = self.asked = self.ref = None
+        self.name = self.row = self.source = self.weight = self.group = self.asked = None
 
 
 class Origins:
     def __init__(self) -> None:
-        self._live: dict[int, Origin] = {}
+        self._of_memory = WeakIdKeyDictionary()
 
     def of(self, tensor: torch.Tensor) -> Origin:
         try:
             memory = local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper of another one, or lazy
             return Origin()
-        address = memory._cdata
-        if address not in self._live:
-            found = self._live[address] = Origin()
-            found.ref = weakref.ref(memory, lambda _: self._ended(address, found))
-        return self._live[address]
-
-    def _ended(self, address: int, origin: Origin) -> None:
-        if self._live.get(address) is origin:
-            del self._live[address]
+        found: Origin | None = self._of_memory.get(memory)
+        if found is None:
+            found = self._of_memory[memory] = Origin()
+        return found

@@ -6,12 +6,8 @@ torch.autocast by their lines, ``keep_fp32=`` of live sessions, and dtypes of th
 
 from __future__ import annotations
 
-import itertools
-import os
-import sys
 import threading
-import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +24,8 @@ from ...policy import CastKind
 from ...policy.autocast import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
-from ..watching import telling_first
+from ..watching import Call, telling_first
 
-_WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(casting.__file__)), "")
-_BETWEEN = tuple(os.path.join(_PACKAGE, name, "") for name in ("insight", "scripts"))  # a script and what it calls
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _NAMES_IN_AUTOCAST = {
     name: group.kind for group in (*CUDA_LIST, *CPU_LIST) for name in group.names if group.kind in _DECIDING
@@ -83,34 +75,28 @@ class Argument(NamedTuple):
 class Reasons(Regions):
     """Answers `why`."""
 
-    def why(
-        self,
-        function: str,
-        dtype: torch.dtype,
-        arguments: Sequence[Argument],
-        running: Iterable[nn.Module],
-        has_dtype: bool,
-    ) -> str:
-        """Why ``function``, by its public name, computes in ``dtype``, called inside of ``running`` modules."""
+    def why(self, call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module]) -> str:
+        """Why the function of a call computes in ``dtype``, inside of ``running`` modules."""
         if dtype in _EXACT:
             return "as given"
         engine, region = active_casting(), self.innermost
         is_on = self._is_cast_here(engine, region)
-        rule, name = _rule(engine, function), function.rpartition(".")[2]
+        rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
+        is_wrapped = "casting" in call.passed
         decides = is_on and rule is not None and rule.kind in _DECIDING
         mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
         was_cast = any(one.dtype is not dtype for one in arguments)
-        if decides and _is_wrapped() and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
+        if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
             return f'row "{name}" of {_table(rule)}'
         if not arguments:
             return "as given"
-        if has_dtype:
+        if isinstance(call.kwargs.get("dtype"), torch.dtype):
             return "dtype= at the call"
         if kept := _kept_by(running):
             return f"kept by keep_fp32={kept}"
         if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
             return f"region at {region.site}" if region.site else "a region without casts"
-        if decides and not mixed and not _is_wrapped():
+        if decides and not mixed and not is_wrapped:
             by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
             return f"bound before initialize{by}"
         if engine is None and was_cast and _autocast_has(name, dtype):
@@ -146,29 +132,9 @@ def _kept_by(running: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def _is_wrapped() -> bool:
-    """Whether a wrapper of the casting engine stands between the operator and the script's line."""
-    below = itertools.takewhile(lambda file: file.startswith((_PACKAGE, _TORCH)), _files_that_run())
-    return any(file.startswith(_WRAPPERS) for file in below)
-
-
 def _autocast_has(name: str, dtype: torch.dtype) -> bool:
     kind = _NAMES_IN_AUTOCAST.get(name)
     return kind is not None and (kind is CastKind.FP32) == (dtype is torch.float32)
-
-
-def called_by_ampkit() -> bool:
-    """Whether code of ampkit calls the operator, beneath which the mode and torch's frames stand."""
-    caller = next((file for file in _files_that_run() if not file.startswith((_TORCH, *_BETWEEN))), "")
-    return caller.startswith(_PACKAGE)
-
-
-def _files_that_run() -> Iterator[str]:
-    """Those of the Python stack, from the innermost frame."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
 
 
 def _table(rule: Any) -> str:

@@ -7,7 +7,6 @@ a `Group`, and each precision in it is a `CallRow`. Casts belong to the function
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,22 +22,18 @@ from ...errors import ConfigurationError
 from ...events import Listener, is_stepping, listening, steps
 from ...patching import PatchSet, Undo
 from ...registry import current_session, live_sessions
-from ..watching import Call, Watch, tensors_in
+from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow
 from .groups import Group, rows_of
 from .origins import Origin, Origins
-from .reasons import Argument, Reasons, called_by_ampkit
+from .reasons import Argument, Reasons
 from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
-_FLOATING = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-)
+_FLOATING = FLOATING | COMPLEX
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
 
 
@@ -71,18 +66,14 @@ class Recorder(Watch):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with Undo() as undo:
-            patches = PatchSet()
-            undo.callback(patches.restore)
+        with PatchSet() as patches:
             patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
             self._reasons.watch(patches)
-            undo.enter_context(listening(self._steps, steps))
-            if "torch._dynamo" in sys.modules:  # compiled code shows no operators
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            patches.enter_context(listening(self._steps, steps))
             for session in live_sessions:
                 for model in session.models:
                     self.on_module(model)
-            undo.enter_context(self)
+            patches.enter_context(self)
             yield
 
     # What a call belongs to
@@ -141,8 +132,10 @@ class Recorder(Watch):
         function, module = call.function, call.module
         if is_stepping():
             phase, function, module = STEP, "step", ""
-        elif function == call.name and phase is FORWARD and called_by_ampkit():
-            function = "ampkit"
+        elif phase is FORWARD and function.startswith("torch.amp.GradScaler."):
+            function = GRAD_SCALER
+        elif phase is FORWARD and function == call.name and {"ampkit", "casting"} & set(call.passed):
+            function = AMPKIT
         key = call.site, function, pattern(module), phase
         group = self._groups.get(key)
         if group is None:
@@ -182,7 +175,7 @@ class Recorder(Watch):
             return group
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         precision = frozenset(dtypes_in), out, dtype, verdict
-        if group.function == "ampkit":  # one row for all that it does at a line
+        if group.function in (AMPKIT, GRAD_SCALER):  # one row for all that it does at a line
             precision = next(iter(group.rows), precision)
         is_lead = (dtype is not None or is_read) and self._is_lead(group, call, product is not None)
         row = group.rows.get(precision) if is_lead or product is not None else group.last
@@ -240,8 +233,8 @@ class Recorder(Watch):
 
     def _why(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> str:
         name, own = short(row.dtype), list(group.rows.values())
-        if group.function == "ampkit":
-            return "ampkit's own work on gradients and loss scale"
+        if group.function in (AMPKIT, GRAD_SCALER):
+            return f"{group.function}'s own work on gradients and loss scale"
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
         if own[0] is not row and all(self._origins.of(tensor).row in own for tensor in read):  # it made these itself
@@ -250,9 +243,7 @@ class Recorder(Watch):
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
-        has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
-        cause = self._reasons.why(call.function, row.dtype, arguments, running, has_dtype)
-        return f"{name}: {cause}"
+        return f"{name}: {self._reasons.why(call, row.dtype, arguments, running)}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
         origin = self._origins.of(tensor)
@@ -334,15 +325,12 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
             "end it first, or use its record."
         )
     record = Record()
-    try:
+    with Undo() as undo:
+        undo.callback(_active.release)
         recorder = Recorder(on_iteration)
-        try:
-            with recorder.running():
-                yield record
-        finally:
-            vars(record).update(vars(recorder.finish()))
-    finally:
-        _active.release()
+        undo.callback(lambda: vars(record).update(vars(recorder.finish())))
+        undo.enter_context(recorder.running())
+        yield record
 
 
 def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import itertools
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 _BATCHES = 32  # are kept, and taken in turn
 
 
-def located(factory: Callable[[], Any] | str) -> Any:
-    """What another process can `load`: the function itself, or the (place, name) of a text."""
+def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
+    """The place, a script or a module, and the name, by which another process can `load` it."""
     if isinstance(factory, str):
         place, _, name = factory.rpartition(":")
         if not place or not name:
@@ -29,24 +28,18 @@ def located(factory: Callable[[], Any] | str) -> Any:
             raise FileNotFoundError(f"tune: there is no {place!r} here.")
         return os.path.abspath(place) if place.endswith(".py") else place, name
     refuse_no_factory(factory, "it")
-    try:
-        pickle.dumps(factory)
-        script = getattr(sys.modules["__main__"], "__file__", "")
-        is_found = factory.__module__ != "__main__" or os.path.exists(script)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        is_found = False
-    if not is_found:
+    name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
+    if place == "__main__":
+        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", ""))
+    if "<" in name or not (os.path.isfile(place) or place in sys.modules):
         raise ValueError(
-            f"tune runs the factory in processes of its own, and {getattr(factory, '__qualname__', factory)} cannot be imported. "
+            f"tune runs the factory in processes of its own, and {name} cannot be imported. "
             "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
         )
-    return factory
+    return place, name
 
 
-def load(located: Any) -> Callable[[], Any]:
-    if not isinstance(located, tuple):
-        return located
-    place, name = located
+def load(place: str, name: str) -> Callable[[], Any]:
     if place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(place))
         spec: Any = importlib.util.spec_from_file_location("_tuned", place)

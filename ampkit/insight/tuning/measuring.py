@@ -37,9 +37,7 @@ class Measurements:
         for one in (1, 2):  # what the script's own code prints, in a dozen processes
             os.dup2(os.open(os.devnull, os.O_WRONLY), one)
         # A fork of this process has torch imported, which has computed nothing.
-        self._context = multiprocessing.get_context(
-            "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-        )
+        self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
         self._given, self._workers = (located, threads), dict[Way, Worker]()
         self.rows: dict[str, Row] = {}
 

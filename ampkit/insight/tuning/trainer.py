@@ -30,7 +30,7 @@ class Trainer:
 
     def __init__(self, located: Any, way: Way, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.way, self._factory = way, load(located)
+        self.way, self._factory = way, load(*located)
 
     def start(self) -> dict[str, Any]:
         self._make()

@@ -69,12 +69,11 @@ def tune(
     found = located(factory)
     threads = torch.get_num_threads()
     with PatchSet() as patches:
-        if isinstance(found, tuple):  # needs nothing of this script, which multiprocessing would import
-            for name in ("__file__", "__spec__"):
-                patches.set(sys.modules["__main__"], name, None)
+        for name in ("__file__", "__spec__"):  # else multiprocessing would import this script
+            patches.set(sys.modules["__main__"], name, None)
         # A new process: what this one has computed with, its environment and its threads are no part of what is measured.
         worker = Worker(multiprocessing.get_context("spawn"), Measurements, found, threads, environment=_ENVIRONMENT)
-    importing = threading.Timer(_PATIENCE, _tell_of_import, [found])
+    importing = threading.Timer(_PATIENCE, _tell_of_import, [os.path.basename(found[0])])
     importing.daemon = True
     importing.start()
     try:
@@ -94,8 +93,7 @@ def tune(
         worker.stop()
 
 
-def _tell_of_import(found: Any) -> None:
-    place = os.path.basename(found[0]) if isinstance(found, tuple) else found.__module__
+def _tell_of_import(place: str) -> None:
     print(
         f"ampkit tune: importing {place}, and calling its factory. A script that trains at its top level trains "
         "now: put that under if __name__ == '__main__':",
