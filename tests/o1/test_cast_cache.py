@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from helpers import backward, o1
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampkit
 from ampkit.optimizers import FusedSGD
@@ -170,14 +170,25 @@ def test_inputs_that_gather_gradients_are_not_taken_for_weights(casting):
     assert torch.equal(torch.mm(leaf, weight).float(), torch.full((2, 2), 4.0))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layer_gets_the_gradients_of_a_plain_one(casting, reentrant):
-    layer, x = nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)
-    layer(x).float().square().sum().backward()
-    expected = layer.weight.grad.clone()
-    layer.zero_grad()
-    checkpoint(layer, x, use_reentrant=reentrant).float().square().sum().backward()
-    assert torch.equal(layer.weight.grad, expected)
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpointed_layers_get_the_gradients_of_plain_ones(casting, name):
+    layers, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3, requires_grad=True)
+    layers(x).float().square().sum().backward()
+    expected = [p.grad.clone() for p in layers.parameters()]
+    for _ in range(2):
+        layers.zero_grad()
+        checkpoint(layers, x, **CHECKPOINTS[name]).float().square().sum().backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(layers.parameters(), expected))
 
 
 def test_functional_call_uses_the_weights_it_is_given(casting):

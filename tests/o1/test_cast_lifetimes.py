@@ -5,6 +5,7 @@ float32 as torch.autocast is. Loops that write no weight between forwards are sc
 """
 
 import contextlib
+import functools
 import threading
 
 import numpy as np
@@ -399,7 +400,37 @@ def calls_that_raise(level):
     return flat(seen)
 
 
+def written_before_backward(level, write_of):
+    """As in float32 a recomputation takes weights as they are by then, and a graph that waits has those of before."""
+    torch.manual_seed(4)
+    model, x, waiting, found = nn.Linear(10, 3), torch.randn(8, 10), [], []  # whose weight is not saved for backward
+    write, parameters = WRITES[write_of](list(model.parameters())), list(model.parameters())
+    know_the_model(level, model)
+
+    def loss():
+        return model(x).float().square().mean()
+
+    with casts(level):
+        kept = loss()
+    for factor in (1.5, 0.5, 2.0):
+        with casts(level):
+            waiting.append(loss())
+            recomputed = checkpoint(lambda x: model(x).float().tanh(), x, use_reentrant=False).square().mean()
+        write(factor)
+        with casts(level), torch.inference_mode():
+            found.append(loss().clone())
+        with casts(level):
+            both = kept + loss()
+        for one, retains in ((recomputed, False), (waiting.pop(0), False), (both, True)):
+            found += [one, *torch.autograd.grad(one, parameters, retain_graph=retains)]
+    return flat(found)
+
+
 LOOPS = {
+    **{
+        f"{way}, before backward": functools.partial(written_before_backward, write_of=way)
+        for way in ("in place", "kept numpy", "AdamW fused")
+    },
     "averages swapped in": averages_swapped_in,
     "calls that raise": calls_that_raise,
     "a method, SGD fused": trained_by_a_method(lambda params: torch.optim.SGD(params, lr=0.1, fused=True)),

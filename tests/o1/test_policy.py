@@ -197,8 +197,12 @@ def test_changed_row_wins_over_a_registration(monkeypatch):
 
 def test_banned_function_may_be_computed_in_float32_or_allowed():
     p, target = torch.rand(3).bfloat16(), torch.ones(3).bfloat16()
-    with o1(), pytest.raises(RefusedOperation, match="binary_cross_entropy_with_logits"):
-        F.binary_cross_entropy(p, target)
+    for dtype in (torch.bfloat16, torch.float16):
+        with o1(dtype) as casting:
+            with pytest.raises(RefusedOperation, match="binary_cross_entropy_with_logits"):
+                F.binary_cross_entropy(p.to(dtype), target.to(dtype))
+            with casting.disabled():
+                assert F.binary_cross_entropy(p.to(dtype), target.to(dtype)).dtype is dtype
     for policy in (Policy(banned="fp32"), {"torch.nn.functional.binary_cross_entropy": "fp32"}):
         with o1(policy=policy):
             loss = F.binary_cross_entropy(p, target)

@@ -52,6 +52,19 @@ def agree(one: str, other: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2e-04 / exact", "1e-04 / 3e-07", True),
+        ("2e-04 / exact", "1e-03 / exact", False),
+        ("overflows / exact", "2e-04 / exact", False),
+        ("2e-04 / -", "2e-04 / 2e-04", False),
+    ],
+)
+def test_cells_agree_within_a_factor(one, other, same):
+    assert agree(one, other) is same
+
+
 def test_page_is_current(generator, written):
     fresh = generator.page()
     old, new = rows_of_choices(written), rows_of_choices(fresh)

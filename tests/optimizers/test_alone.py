@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import itertools
 import logging
 import math
@@ -288,6 +289,23 @@ def test_under_torchs_grad_scaler(dtype, fused):
                 assert_same(bits(optimizer), before)
     assert scaler.get_scale() == 2.0**9
     assert abs(loss_of(model).item() - loss_of(plain).item()) < 0.01
+
+
+def test_a_copy_trains_apart_and_a_saved_one_goes_on():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-3, max_norm=10.0)
+    train(model, optimizer, 3)
+    before, file = bits(optimizer), io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    pairs = [copy.deepcopy((model, optimizer)), torch.load(file, weights_only=False)]
+    for other, twin in pairs:
+        assert twin.max_norm == 10.0 and twin.rests
+        train(other, twin, 3)
+        assert_same(bits(optimizer), before)
+    train(model, optimizer, 3)
+    for _, twin in pairs:
+        assert_same(bits(twin), bits(optimizer))
 
 
 def test_a_copy_steps_in_backward_too():

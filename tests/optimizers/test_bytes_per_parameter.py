@@ -31,6 +31,7 @@ def bytes_held(model=None):
     return sum({storage.data_ptr(): storage.nbytes() for storage in large}.values())
 
 
+AT_A_SCALE = "O2 in bfloat16 at 2^16"
 ONE, TWO, DELAYED = (False,), (False, False), (True, True, False)  # blocks of an iteration, and which of them wait
 
 
@@ -67,7 +68,8 @@ OF_O5 = [
         (STORED_BF16, "over stand-ins", ONE, 2 + 2 + 2 + 8),
         (STORED_BF16, "bfloat16", ONE, 2 + 2 + 2 + 4),
         (STORED_BF16, "int8", ONE, 2 + 2 + 2 + IN_8_BITS),
-        # A sum of blocks is float32, and a gradient that came at a loss scale.
+        *((AT_A_SCALE, name, blocks, 2 + 2 + 2 + 8) for name in ("float32", "torch's") for blocks in (ONE, DELAYED)),
+        # A sum of blocks is float32, and a gradient that came in float16 at a loss scale.
         (STORED_BF16, "float32", TWO, 2 + 2 + 4 + 8),
         (STORED_BF16, "float32", DELAYED, 2 + 2 + 2 + 8),
         (STORED_BF16, "torch's", DELAYED, 2 + 2 + 2 + 8),
@@ -86,6 +88,8 @@ OF_O5 = [
 def test_bytes_per_parameter(level, name, blocks, expected):
     before = bytes_held()
     settings = {"cast_model_type": torch.float16, "loss_scale": 128.0} if level == "O2" else {}
+    if level == AT_A_SCALE:
+        level, settings = STORED_BF16, {"loss_scale": "dynamic"}
     model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], level, **settings)
     train(model, optimizer, blocks)
     assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1]

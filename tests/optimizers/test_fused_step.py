@@ -318,6 +318,45 @@ def test_cleared_gradients_are_not_stepped_and_nothing_is_added_to_them(level, m
     assert torch.equal(masters(optimizer)[-1].grad, torch.full((3,), 4.0))  # of four rows
 
 
+def test_a_second_step_takes_the_same_gradients_again():
+    start, _, optimizer = one_step()
+    after = [p.detach().clone() for p in masters(optimizer)]
+    optimizer.step()
+    assert not torch.equal(start[0], after[0])
+    for a, b, c in zip(start, after, masters(optimizer), strict=True):
+        assert torch.allclose(a - b, b - c, atol=1e-6)
+
+
+def test_gradients_without_a_loss_scale_are_not_held_back_after_a_skipped_step():
+    start, model, optimizer = one_step(
+        "O2", lambda model, optimizer: backward_on_batch(model, optimizer, factor=math.inf)
+    )
+    assert ampkit.step_was_skipped(optimizer)
+    optimizer.zero_grad()
+    F.mse_loss(model(random_batch(1)[0]).float(), random_batch(1)[1]).backward()
+    optimizer.step()
+    assert not torch.equal(start[0], masters(optimizer)[0])
+
+
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+@pytest.mark.parametrize("name", ["FusedSGD nesterov", "FusedAdam", "FusedAdam L2"])
+def test_state_goes_to_the_torch_twin_and_on(name, level):
+    make, make_twin = TWINS[name]
+    model, optimizer = with_fused(make, level)
+    for step in range(4):
+        if step == 2:
+            params, twin = float64_twin(make_twin, optimizer)
+            twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.zero_grad()
+        backward_on_batch(model, optimizer, step)
+        if step >= 2:
+            for param, gradient in zip(params, gradients_in_float64(model)):
+                param.grad = gradient
+            twin.step()
+        optimizer.step()
+    assert_all_close(masters(optimizer), params, TOLERANCE)
+
+
 def test_an_edit_survives_a_step_that_is_skipped():
     model, optimizer = with_fused(TWINS["FusedAdam"][0])
     backward_on_batch(model, optimizer, factor=math.inf)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.apex.optimizers import FusedAdagrad
-from ampkit.optimizers import FusedSGD
+from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
 
@@ -103,6 +103,9 @@ def test_state_dict_is_what_master_params_are_bit_for_bit(level, optimizer_name)
         assert torch.equal(state[name], master) and state[name].dtype is torch.float32
         assert torch.equal(param, master.to(param.dtype))
     assert not torch.equal(state["first.weight"], state["first.weight"].bfloat16().float())
+    for part in ("first", "norm", "frozen"):
+        of_part = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
+        assert_equal_states(model.get_submodule(part).state_dict(), of_part)
 
 
 @pytest.mark.parametrize("level", ("O2", STORED_BF16))
@@ -264,12 +267,13 @@ def test_unfrozen_parameter_added_to_the_optimizer_trains_from_its_float32_value
     assert not torch.equal(value, value.bfloat16().float())
 
 
+@pytest.mark.parametrize("make", (torch.optim.Adam, FusedAdam))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("forward_first", (False, True))
-def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, forward_first):
+def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, forward_first, make):
     """A head that is exchanged in mid-training. In lower precision Adam divides by 0 in float16, and small steps are lost."""
     torch.manual_seed(0)
-    model, optimizer = with_masters("O2", lambda params: torch.optim.Adam(params, lr=1e-4), cast_model_type=dtype)
+    model, optimizer = with_masters("O2", lambda params: make(params, lr=1e-4), cast_model_type=dtype)
     fit_batch(model, optimizer)
     model.last = nn.Linear(model.last.in_features, model.last.out_features).to(dtype)
     before = model.last.weight.detach().float()
@@ -282,6 +286,7 @@ def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, for
     assert master.dtype is torch.float32
     # Adam's first step is lr for every element that has a gradient.
     assert torch.allclose((master - before).abs(), torch.full_like(before, 1e-4), rtol=0.05)
+    assert {float(optimizer.state[p]["step"]) for p in model.last.parameters()} == {1.0}
     assert torch.equal(model.last.weight, master.to(dtype))
 
 
@@ -313,7 +318,10 @@ def test_two_optimizers_that_share_parameters_share_their_float32_values(make):
     # The gradient of a sum over 3 rows with respect to the bias is 3.
     assert torch.equal(model.state_dict()["last.bias"], before - 0.5 * 3 - 2.0 * 3)
     assert torch.equal(model.last.bias, model.state_dict()["last.bias"].bfloat16())
+    expected = copy.deepcopy(model.state_dict())
     ampkit.close()
+    assert_equal_states(model.state_dict(), expected)
+    assert model.last.weight.grad.dtype is torch.float32
     assert fast.param_groups[0]["params"][0] is model.last.weight is slow.param_groups[0]["params"][-2]
 
 

@@ -99,6 +99,21 @@ def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
     shrink_output(model, optimizer)
 
 
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_settings_of_groups_may_change_at_any_time(level):
+    model = make_model()
+    optimizer = sgd([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}])
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    values = [model.state_dict()]
+    for rate in (0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        values[-1] = {name: value.clone() for name, value in values[-1].items()}
+        shrink_output(model, optimizer)
+        values.append(model.state_dict())
+        assert torch.equal(values[-1]["0.weight"], values[-2]["0.weight"]) is (rate == 0.0)
+        assert not torch.equal(values[-1]["3.weight"], values[-2]["3.weight"])
+
+
 # Schedulers
 
 
@@ -254,11 +269,11 @@ class UsersSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
-@pytest.mark.parametrize("level", ("O1", "O2"))
-def test_closure_with_a_dynamic_scale_steps_as_without(level, name):
+@pytest.mark.parametrize("level, scale", [("O1", "dynamic"), ("O2", "dynamic"), ("O2", 2.0)])
+def test_closure_with_a_scale_steps_as_without(level, scale, name):
     results = []
     for with_closure in (True, False):
-        model, optimizer = initialize_quietly(make_model(), CLOSURE_OPTIMIZERS[name], level)
+        model, optimizer = initialize_quietly(make_model(), CLOSURE_OPTIMIZERS[name], level, loss_scale=scale)
         losses, closure = losses_and_closure(model, optimizer, [1.0, float("inf"), 1.0])
         skipped = []
         for _ in range(3):
@@ -269,7 +284,7 @@ def test_closure_with_a_dynamic_scale_steps_as_without(level, name):
                 optimizer.step()
             skipped.append(ampkit.step_was_skipped(optimizer))
         assert len(losses) == 3 and skipped == [False, True, False]
-        assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+        assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == (2.0**15 if scale == "dynamic" else scale)
         ampkit.close()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))

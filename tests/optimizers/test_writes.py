@@ -184,9 +184,9 @@ PUT_BACK = {
     ),
     "set": (taken, changed, lambda p, kept: p.set_(kept)),
     "by numpy": (
-        lambda p: bits(p).copy(),
+        lambda p: (bits(p), bits(p).copy()),
         lambda p: bits(p).fill(0),
-        lambda p, kept: bits(p).__setitem__(slice(None), kept),
+        lambda p, kept: kept[0].__setitem__(slice(None), kept[1]),  # to the memory as it was taken before
     ),
     # What lower precision holds, assigned as float32.
     "in float32": (lambda p: p.data.float().clone(), changed, lambda p, kept: setattr(p, "data", kept)),
@@ -210,11 +210,21 @@ def trained_on(model):
     model.zero_grad()
 
 
+def written_to_again(model):
+    """Two averages, the second one written twice."""
+    for write in (changed, lambda p: p.data.copy_(p.detach().clone()), changed):
+        evaluated(model)
+        for p in model.parameters():
+            if p.dim() == 2:
+                write(p)
+    evaluated(model)
+
+
 @pytest.mark.parametrize(
     "setting, meanwhile",
     [
         *((setting, evaluated) for setting in SETTINGS),
-        *(("O2", meanwhile) for meanwhile in (saved, trained_on, copy.deepcopy, lambda model: None)),
+        *(("O2", meanwhile) for meanwhile in (saved, trained_on, written_to_again, copy.deepcopy, lambda model: None)),
     ],
 )
 @pytest.mark.parametrize("way", PUT_BACK)

@@ -414,6 +414,14 @@ def test_close_makes_gradients_float32_and_later_ones_are_torchs():
         weight.grad = torch.zeros(128, 64, dtype=torch.bfloat16)
 
 
+def test_a_session_ends_with_its_model_though_its_weights_have_hooks():
+    script = Script("O5")
+    once(script)
+    del script
+    gc.collect()
+    assert ampkit.current_session() is None and "grad" not in vars(torch.Tensor)
+
+
 def test_a_copy_has_float32_gradients():
     script = Script("O5")
     once(script)

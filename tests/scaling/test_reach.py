@@ -301,6 +301,7 @@ def losses_of(model, x=X):
     return [loss_of(output), loss_of(output - 1.0)]
 
 
+@script
 def weights_of_losses(amp, clears=True, iterations=3, order=(0, 1), **flags):
     (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
     of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)

@@ -184,6 +184,21 @@ def test_close_leaves_zeros_in_the_place_of_skipped_gradients(level):
     assert all(not param.grad.any() for param in model.parameters())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("flags", [{}, {"delay_unscale": True}, {"delay_overflow_check": True}], ids=str)
+def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
+    _, model, optimizer = with_float32_twin(level, num_losses=2)
+    overflow(model, optimizer, **flags)
+    [(x, y)] = batches(1)
+    backward(F.mse_loss(model(x), y), optimizer, loss_id=0 if flags else 1)
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+    scales = [state["loss_scale"] for state in ampkit.state_dict().values()]
+    assert scales == [2.0**15, 2.0**16]
+
+
 @pytest.mark.parametrize("layer", [1, 3], ids=["norm", "last"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
