@@ -267,16 +267,11 @@ def by_vectors(model):
     nn.utils.vector_to_parameters(backup, model.parameters())
 
 
-def by_another_memory_format(model):
-    model.to(memory_format=torch.channels_last)
-    model.to("cpu")
-
-
 def by_loading_a_copy(model):
     model.load_state_dict(copy.deepcopy(model).state_dict())
 
 
-WHOLE_MODELS = [by_loading_lower_precision, by_loading_float32, by_vectors, by_another_memory_format, by_loading_a_copy]
+WHOLE_MODELS = [by_loading_lower_precision, by_loading_float32, by_vectors, by_loading_a_copy]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
