@@ -11,6 +11,7 @@ import functools
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
@@ -227,14 +228,19 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     for name in ("numpy", "__dlpack__"):
         patches.set(torch.Tensor, name, forgetting(getattr(torch.Tensor, name)))
 
-    told: set[str] = set()
+    seen, told = weakref.WeakSet[torch.optim.Optimizer](), set[str]()
 
     def after_step(optimizer: torch.optim.Optimizer) -> None:
         if torch.compiler.is_compiling():
             return
         state.caches.drop()
+        if not stored or optimizer in seen or wrapper_of(optimizer) is not None:
+            return
+        updated = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if updated:
+            seen.add(optimizer)
         name = type(optimizer).__name__
-        if name not in told and wrapper_of(optimizer) is None and _knows_no_rests(optimizer):
+        if name not in told and any(_loses_updates(optimizer, param) for param in updated):
             told.add(name)
             logger.warning(
                 "%s.step() updated weights that initialize() stores in lower precision, but initialize() was not given this %s: "
@@ -248,11 +254,11 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     patches.set(torch.optim.Optimizer, "_optimizer_step_code", after_step)
 
 
-def _knows_no_rests(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has a gradient for a weight that is stored beside a rest, and no rest in its own state."""
-    updated = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    entries = [(stored.get(param), optimizer.state.get(param, ())) for param in updated]
-    return any(entry is not None and entry.rest is not None and "rest" not in own for entry, own in entries)
+def _loses_updates(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+    """Whether the weight is stored beside a rest of which the optimizer knows nothing, while it rounds to nearest."""
+    entry, own = stored.get(param), optimizer.state[param] if param in optimizer.state else ()
+    draws = getattr(getattr(optimizer, "storage", None), "is_stochastic", False)
+    return entry is not None and entry.rest is not None and "rest" not in own and not draws
 
 
 def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:

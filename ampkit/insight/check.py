@@ -174,6 +174,7 @@ class Observer(Watch, logging.Handler):
             return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
+            self.does = "float32"
             owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
             params = [param for params in owners for param in params]
             has_float32 = any(one.dtype is torch.float32 for one in params)
@@ -197,7 +198,7 @@ class Observer(Watch, logging.Handler):
     # What runs
 
     def around(self, call: Call) -> Any:
-        if call.function == "torch.amp.GradScaler.unscale_":
+        if call.op._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             self._is_scaled = False
         elif call.function == "torch.nn.utils.clip_grad_norm_" and self._is_scaled:
             words = "it clips by a norm that is multiplied by the loss scale"
@@ -209,10 +210,11 @@ class Observer(Watch, logging.Handler):
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):
             self._end_if_enough()
-            self.roots.setdefault(module)
-            if not self.steps:
+            if module not in self.roots and not self.steps:
+                self.roots[module] = None
                 with _unseen():
                     self._look()
+            self.roots.setdefault(module)
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)

@@ -191,6 +191,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     found = {}
     for name, about in header.items():
         begin, end = about["data_offsets"]
+        if 8 + length + end > len(data):
+            raise NotRead(f"{path} is a part of a safetensors file: {name} ends beyond its end.")
         if (dtype := _SAFETENSORS.get(about["dtype"])) is not None:
             part = torch.empty(0, dtype=dtype)
             if end > begin:

@@ -38,7 +38,8 @@ class Standstill:
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
-        self._subtracted: set[Tensor] = set()  # biases in front of a norm
+        self._before_norm: dict[Tensor, Tensor] = {}  # biases in front of a norm, and the weight beside each
+        self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
         self._zeros: Counter[Tensor] = Counter()  # of `_why`, before this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
@@ -51,11 +52,13 @@ class Standstill:
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
         place, name, default = _SUBTRACT.get(getattr(function, "__name__", ""), (0, "", False))
         if name and (args[place] if len(args) > place else kwargs.get(name, default)):
-            node = _before_views(args[0].grad_fn)
+            x = args[0] if args else kwargs.get("input")
+            node = _before_views(x.grad_fn) if isinstance(x, Tensor) else None
             if node is not None and node.name().startswith(("Convolution", "Addmm")):
-                leaves = [_before_views(one) for one, _ in node.next_functions]
-                own = [leaf.variable for leaf in leaves if hasattr(leaf, "variable")]
-                self._subtracted.update(param for param in own if param.dim() == 1)
+                leaves = [_before_views(one, "TBackward") for one, _ in node.next_functions]
+                own = {leaf.variable.dim() == 1: leaf.variable for leaf in leaves if hasattr(leaf, "variable")}
+                if len(own) == 2 and own[True].numel() == x.shape[1]:  # a view may have given each channel several
+                    self._before_norm[own[True]] = own[False]
 
     def backward_ends(self, params: Iterable[Tensor]) -> None:
         self._had_gradient = {param for param in params if param.grad is not None}
@@ -65,6 +68,7 @@ class Standstill:
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
         self._zeros = Counter(self._why.get(_ZERO))
+        self._subtracted = {bias for bias, weight in self._before_norm.items() if _is_rounding(bias.grad, weight.grad)}
         for param in (param for model in models for param in model.parameters()):
             # A class of a library's own, as of quantised weights, may have no elements to look at.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
@@ -165,8 +169,15 @@ class Standstill:
                 )
 
 
-def _before_views(node: Any) -> Any:
-    while node is not None and node.name().startswith(_KEEP_CHANNELS):
+def _is_rounding(gradient: Tensor | None, beside: Tensor | None) -> bool:
+    """Whether a gradient is what rounding leaves of 0. Beside a norm that a residual goes around it is not."""
+    if gradient is None or beside is None:
+        return False
+    return bool(gradient.abs().max() <= max(1e-4, 4 * torch.finfo(gradient.dtype).eps) * beside.abs().max())
+
+
+def _before_views(node: Any, *others: str) -> Any:
+    while node is not None and node.name().startswith((*_KEEP_CHANNELS, *others)):
         node = node.next_functions[0][0]
     return node
 

@@ -141,7 +141,13 @@ def test_nothing_of_a_file_is_run(check, tmp_path):
     assert code == 2 and "mkdir" in error and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name, content", [("a.pt", b"text"), ("a.safetensors", b"\xff" * 20), ("a.safetensors", b"")])
+HEADER = b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+CUT_OFF = len(HEADER).to_bytes(8, "little") + HEADER + bytes(12)
+
+
+@pytest.mark.parametrize(
+    "name, content", [("a.pt", b"text"), *(("a.safetensors", content) for content in (b"\xff" * 20, b"", CUT_OFF))]
+)
 def test_what_is_no_checkpoint_is_said(name, content, check, tmp_path):
     (tmp_path / name).write_bytes(content)
     code, _, error = check(tmp_path / name)

@@ -1,6 +1,7 @@
 """`tune`: figures that are known on paper or computed here beside it, the rule, what it writes, and what it refuses."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import ampkit
 from ampkit.__main__ import main
 from ampkit.insight.processes import WorkerError
 from ampkit.insight.tuning import measuring
-from ampkit.insight.tuning.factory import checked, located
+from ampkit.insight.tuning.factory import checked, load, located
 from ampkit.insight.tuning.report import ALIKE, WIDTH, Row, Tuning
 from ampkit.insight.tuning.ways import Way, fused_in_words, optimizers_for
 
@@ -386,6 +387,14 @@ def test_a_factory_of_a_session_without_a_file_cannot_be_imported(monkeypatch):
         located(script.factory)
     script.__file__ = __file__
     assert located(script.factory) == (__file__, "factory")
+    script.__spec__ = importlib.util.find_spec("tuned")  # as of ``python -m tuned``
+    assert located(script.factory) == ("tuned", "factory")
+
+
+def test_a_script_without_an_extension_is_loaded(tmp_path):
+    script = tmp_path / "train"
+    script.write_text("def factory():\n    return 7\n")
+    assert load(str(script), "factory")() == 7
 
 
 @pytest.mark.parametrize("words", [["nowhere.py:factory"], ["script.py"], ["tests.py:f", "--seconds", "0"]])

@@ -50,6 +50,13 @@ def columns_of_one_tensor(model):
     model.decoder.weight = nn.Parameter(torch.cat([whole[16:].clone(), whole[16:]], 1)[:, 24:40])
 
 
+def two_parts_of_a_frozen_one(model):
+    whole = torch.randn(40, 24) * 0.1
+    model.whole = nn.Parameter(whole, requires_grad=False)
+    model.encoder.weight = nn.Parameter(whole[:16], requires_grad=False)
+    model.decoder.weight = nn.Parameter(whole[16:].flatten()[: 24 * 16].view(24, 16))
+
+
 def interleaved_columns(model):
     both = torch.randn(24, 40) * 0.1
     model.encoder.weight = nn.Parameter(both.t()[:16])
@@ -132,6 +139,22 @@ def test_where_their_dtype_would_change_they_are_refused_and_stay_where_they_wer
 def test_parameters_that_share_no_element_are_taken(tie, level, dtype):
     model, optimizer = built(tie, dtype)
     ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+
+
+def test_one_in_the_midst_of_another_is_found_behind_a_third():
+    model = Autoencoder()
+    two_parts_of_a_frozen_one(model)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    with pytest.raises(ampkit.ConfigurationError, match=r"'whole' and 'decoder.weight' are two parameters"):
+        ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
+
+
+def test_models_are_told_apart():
+    first, second = Autoencoder(), Autoencoder()
+    second.decoder.weight.data = first.decoder.weight.data
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(ampkit.ConfigurationError, match=r"'model 0: decoder.weight' and 'model 1: decoder.weight'"):
+        ampkit.initialize([first, second], optimizer, **at(STORED_BF16, verbosity=0))
 
 
 def test_those_that_stay_float32_are_taken():

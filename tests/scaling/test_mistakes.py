@@ -471,6 +471,7 @@ LATER = {
     "over one layer": (lambda params: sgd(list(params)[:1]), True),
     "of the script's own": (ByHand, True),
     "over leaves of no model": (lambda params: sgd([nn.Parameter(torch.ones(3))]), False),
+    "that draws numbers": (lambda params: ampkit.optimizers.FusedAdam(params, rounding="stochastic"), False),
     "that keeps rests": (lambda params: ampkit.optimizers.SGD(params, lr=1e-4), False),
 }
 

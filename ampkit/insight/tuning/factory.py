@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import itertools
 import os
@@ -29,9 +30,12 @@ def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
         return os.path.abspath(place) if place.endswith(".py") else place, name
     refuse_no_factory(factory, "it")
     name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
-    if place == "__main__":
-        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", ""))
-    if "<" in name or not (os.path.isfile(place) or place in sys.modules):
+    spec = getattr(sys.modules.get(place), "__spec__", None)  # of a script it is None
+    if spec is not None:
+        place = spec.name  # of ``python -m package.module`` too
+    elif place == "__main__":
+        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if "<" in name or (spec is None and not os.path.isfile(place)):
         raise ValueError(
             f"tune runs the factory in processes of its own, and {name} cannot be imported. "
             "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
@@ -40,9 +44,10 @@ def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
 
 
 def load(place: str, name: str) -> Callable[[], Any]:
-    if place.endswith(".py"):
+    if os.path.isabs(place):
         sys.path.insert(0, os.path.dirname(place))
-        spec: Any = importlib.util.spec_from_file_location("_tuned", place)
+        loader = importlib.machinery.SourceFileLoader("_tuned", place)  # scripts may have any extension
+        spec: Any = importlib.util.spec_from_loader("_tuned", loader)
         module = sys.modules["_tuned"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
