@@ -19,14 +19,22 @@ static float* edit_moment(void* data, DType dtype, int64_t numel, int64_t offset
   return buffer.values;
 }
 
+// drawn_bfloat16
+AMPKIT_VECTOR_INLINE Words drawn_words(Words bits, Words drawn) {
+  const Words magnitude = bits & 0x7fffffff;
+  const Words rounded = (magnitude + (drawn & 0xffff)) >> 16;
+  const Words finite = either(is_above(rounded, 0x7f7f), Words{} + 0x7f7f, rounded);
+  const Words other = either(is_above(magnitude, 0x7f800000), Words{} + 0x7fc0, Words{} + 0x7f80);
+  return either(is_above(magnitude, 0x7f7fffff), other, finite) | (bits >> 16 & 0x8000);
+}
+
 // Stores a tile in a dtype of its own, by numbers drawn where that is lower precision.
 static void store_drawn(const float* x, void* data, DType dtype, int64_t offset, int64_t n, const Drawn* drawn) {
   if (drawn == nullptr || dtype != DType::kBFloat16) return store(x, data, dtype, offset, n);
   uint16_t* to = static_cast<uint16_t*>(data) + offset;
-  uint32_t numbers[kTile];
-  for (int64_t i = 0; i < n; ++i) numbers[i] = drawn->number(i);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint16_t>(drawn_bfloat16(bits_from_float(x[i]), numbers[i]));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_words(to + i, drawn_words(words_of(load_vector(x + i)), numbers(*drawn, i)));
+  for (; i < n; ++i) to[i] = static_cast<uint16_t>(drawn_bfloat16(bits_from_float(x[i]), drawn->number(i)));
 }
 
 template <class Code>
