@@ -198,7 +198,7 @@ def run_bytes(name, way, args, found):
 
 
 def run_time(name, way, args, found):
-    """Ready to step; `print_times` steps all in turns."""
+    """Make the optimizer ready to step; `print_times` times all of them in turns."""
     model = gpt(args, 50257, way)
     optimizer = way.make(model.parameters(), 1e-4)
     if not getattr(optimizer, "step_in_backward", False):
@@ -209,6 +209,7 @@ def run_time(name, way, args, found):
 
 
 def print_times(found, rounds=11):
+    """A row for each optimizer: the median of its steps, and of their ratio to the float32 step of the same turn."""
     times = {name: [] for name in found}
     for _ in range(rounds):
         for name, optimizer in found.items():

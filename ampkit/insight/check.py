@@ -210,11 +210,11 @@ class Observer(Watch, logging.Handler):
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):
             self._end_if_enough()
-            if module not in self.roots and not self.steps:
-                self.roots[module] = None
+            is_new = module not in self.roots
+            self.roots.setdefault(module)
+            if is_new and not self.steps:
                 with _unseen():
                     self._look()
-            self.roots.setdefault(module)
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)

@@ -19,7 +19,7 @@ static float* edit_moment(void* data, DType dtype, int64_t numel, int64_t offset
   return buffer.values;
 }
 
-// drawn_bfloat16
+// drawn_bfloat16, of as many as a register holds.
 AMPKIT_VECTOR_INLINE Words drawn_words(Words bits, Words drawn) {
   const Words magnitude = bits & 0x7fffffff;
   const Words rounded = (magnitude + (drawn & 0xffff)) >> 16;

@@ -181,6 +181,9 @@ def check_state_dtypes():
 
 def check_rivals():
     ways = "torch, float32", "torch, bfloat16", "ampkit", "ampkit, int8 moments"
+    timed = run("rivals.py", "time", "--width", "64", "--layers", "1", "--only", *ways)
+    assert re.findall(r"^\| (.+?) \| \d+\.\d ms \| \d+\.\d\d \|$", timed, re.M) == list(ways)
+    assert re.search(r"^\| torch, float32 \|.*\| 1\.00 \|$", timed, re.M)
     printed = run("rivals.py", "bytes", "--width", "128", "--layers", "2", "--only", *ways)
     bytes_each = {
         name: tuple(map(float, re.findall(r"\d+\.\d+", printed.split(f"| {name} |")[1])[:2])) for name in ways
