@@ -74,7 +74,7 @@ def page(results: dict) -> str:
     )
     for group, title in GROUPS.items():
         own = [row for row in rows if row["group"] == group]
-        text += f"## {title}\n\nThe last column counts the attacks after which the promise did not hold.\n\n"
+        text += f"## {title}\n\n"
         text += "| promise | attacked by | attacks | broken |\n|---|---|--:|--:|\n"
         for row in own:
             broken = f"left out: {row['left_out']}" if row["left_out"] else len(row["violations"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
-import inspect
 import os
 import sys
 import threading
@@ -388,7 +387,7 @@ def _stored(owner: Any, name: str) -> Any:
     """The attribute of ``owner``, as stored: a class keeps its static and class methods as such."""
     if isinstance(owner, dict):
         return owner[name]
-    stored = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
+    stored = next((vars(one)[name] for one in getattr(owner, "__mro__", ()) if name in vars(one)), None)
     return stored if isinstance(stored, (staticmethod, classmethod)) else getattr(owner, name)
 
 

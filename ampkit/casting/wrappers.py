@@ -80,18 +80,16 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
     wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
-    _name_like(wrapper, original, owner, name)
-    if not in_cpp:
-        return wrapper
-    target = _target(kind, state)
-    weights = {}
-    if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
-        weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
-    # What C++ refuses in lower precision it leaves to Python.
-    fast = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
-    if isinstance(fast, FunctionType):
-        _name_like(fast, original, owner, name)
-    return fast
+    if in_cpp:
+        target = _target(kind, state)
+        weights = {}
+        if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
+            weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
+        # What C++ refuses in lower precision it leaves to Python.
+        wrapper = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
+    if isinstance(wrapper, FunctionType):
+        _name_like(wrapper, original, owner, name)
+    return wrapper
 
 
 def _known_to_tables(method: Callable) -> Callable:

@@ -6,6 +6,7 @@ equal. What PTX has left is what stays.
 """
 
 import ctypes
+import gc
 import os
 import re
 import threading
@@ -13,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ptx.interpreter import FIRST_ADDRESS, Access, Memory, launch
 from ptx.translation import Module, PtxError
@@ -45,12 +47,28 @@ def demangled(name: str) -> str:
     return re.sub(r"ampkit::|\(anonymous namespace\)::|^void ", "", text)
 
 
-class Snapshots(Memory):
-    """Memory that keeps what each allocation held when it was first accessed."""
+def other_storages() -> list[tuple[int, int]]:
+    """Where memory of tensors begins, and its size: a deep copy's, a file's and shared memory come from no allocator of torch's."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided and one.device.type == "cpu"]
+    return [(one.data_ptr(), one.nbytes()) for one in storages]
 
-    def __init__(self, find) -> None:
-        super().__init__(find)
+
+class Snapshots(Memory):
+    """Memory that keeps what each allocation held when it was first accessed. ``listed`` tells of what torch's allocator gave."""
+
+    def __init__(self, listed) -> None:
+        super().__init__(self._find)
+        self.listed = listed
+        self.others: list[tuple[int, int]] | None = None  # looked for once in a launch
         self.before: dict[int, np.ndarray] = {}
+
+    def _find(self, address: int) -> tuple[int, int] | None:
+        found = self.listed(address)
+        if found is None:
+            self.others = other_storages() if self.others is None else self.others
+            found = next((one for one in self.others if 0 <= address - one[0] < one[1]), None)
+        return found
 
     def allocation(self, address: int) -> tuple[int, int]:
         base, end = super().allocation(address)
@@ -61,7 +79,7 @@ class Snapshots(Memory):
     def keep(self, parameters: bytes) -> None:
         """Takes in what parameters point to, so that it counts too if the PTX does not write what the emulation writes."""
         for address in np.frombuffer(parameters[: len(parameters) // 8 * 8], np.uint64).tolist():
-            found = self.find(address)
+            found = self.listed(address)
             if found is not None and found[0] not in self.known:
                 self.allocation(address)
 
@@ -78,8 +96,8 @@ class Snapshots(Memory):
 class Machine:
     """All entries of a folder of PTX, by their names in C++, and how often each was launched."""
 
-    def __init__(self, folder: Path, find) -> None:
-        self.find = find
+    def __init__(self, folder: Path, listed) -> None:
+        self.listed = listed
         self.entries: dict[str, list[tuple[str, Module, str]]] = {}
         for path in sorted(folder.glob("*.ptx")):
             module = Module(path.read_text())
@@ -101,7 +119,7 @@ class Machine:
             # The same kernel may be in several files: each takes its turn.
             file, module, mangled = min(self.entries[name], key=lambda one: self.launched[one[0], name])
             self.launched[file, name] += 1
-            memory = Snapshots(self.find)
+            memory = Snapshots(self.listed)
             memory.keep(parameters)
             log = launch(module.entry(mangled), parameters, blocks, threads, memory)
             self.last = name, log, memory, memory.swap(memory.before)
