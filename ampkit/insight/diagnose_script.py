@@ -120,7 +120,7 @@ class ScriptFinder(Finder):
         with unwatched():
             if skipped or is_skipped(optimizer):
                 self.culprit = None  # has ruined nothing
-            elif self.culprit is not None and not all(map(is_finite, params_of(optimizer))):
+            elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *self.statistics()))):
                 self._stop(self.culprit)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)
