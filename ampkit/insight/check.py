@@ -390,15 +390,12 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
 def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
     """Why bytes at O5 may be those of O1: matrices that are too small for a gradient in lower precision."""
     trained = [param for one in optimizers for param in known(params_of(one)) if param.requires_grad]
-    total, narrow = (sum(param.numel() for param in some) for some in (trained, filter(_is_large, trained)))
+    total = sum(param.numel() for param in trained)
+    narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))
     if dispatch().library is None:
         yield "at O5 4 bytes: O1's compiled wrappers are missing ('ampkit info' says more)"
     elif narrow < 0.95 * total:
         yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"
-
-
-def _is_large(param: Tensor) -> bool:
-    return is_large(param, torch.float32)
 
 
 def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:
