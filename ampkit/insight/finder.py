@@ -147,7 +147,7 @@ class Finder(Watch):
 
     def statistics(self) -> list[torch.Tensor]:
         """Those that were written."""
-        return [one for one in super().statistics() if address(one) in self._origins]
+        return [one for one in super().statistics() if not is_lazy(one) and address(one) in self._origins]
 
     def on_loss(self, tensors: list[torch.Tensor]) -> None:
         """Loss or gradients: the earliest origin of those that are not finite."""
