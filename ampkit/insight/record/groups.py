@@ -11,7 +11,7 @@ import torch
 
 from ..sites import Site
 from ..words import collapsed
-from .record import CallRow, add
+from .data import CallRow, add
 
 #: What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each.
 Precision = tuple[frozenset[torch.dtype], torch.dtype | None, torch.dtype | None, str]
@@ -63,7 +63,7 @@ class Group:
 
 
 def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
-    """Record of all groups; what still waits goes to a row of the same line, or to one of its own."""
+    """Rows of all groups; what still waits goes to a row of the same line, or to one of its own."""
     by_line: defaultdict[Any, list[CallRow]] = defaultdict(list)
     for group in sorted(groups, key=lambda one: one.last is None):
         at = by_line[group.site, group.phase]
@@ -81,7 +81,7 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
 
 
 def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
-    """Record without products, such as the copy in front of a batched one, as a part of the row that has them."""
+    """Rows without products, such as the copy in front of a batched one, as a part of the row that has them."""
     rows = list(rows)
     products = [row for row in rows if row.flops]
     for row in products:  # another product of the same calls, as backward has two
