@@ -97,12 +97,16 @@ def norm_over_processes(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 class Gathered(NamedTuple):
-    """A parameter that FSDP2 shards, and the precision that it is gathered and computed with in; None is its own."""
+    """A parameter that FSDP2 shards, and the precision that it is gathered and computed with in; None is its own.
+
+    ``whole`` is what a forward pass computes with; None before the first.
+    """
 
     name: str
     module: nn.Module
     param: Tensor
     dtype: torch.dtype | None
+    whole: Tensor | None
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -126,7 +130,7 @@ def gathered(model: nn.Module) -> Iterator[Gathered]:
             info = _read(one, "_module_info")
             module = _read(info, "module")
             name = ".".join(filter(None, (names.get(module), _read(info, "param_name"))))
-            yield Gathered(name, module, _read(one, "sharded_param"), dtype)
+            yield Gathered(name, module, _read(one, "sharded_param"), dtype, _read(one, "_unsharded_param", None))
 
 
 def unsharded_params(module: nn.Module) -> list[nn.Parameter]:

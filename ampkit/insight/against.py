@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..dtypes import LOWER_PRECISION
 from ..sharding import local
 from .repeating import Repetition
-from .sites import Site
-from .watching import Call, Watch, address, cast, place, tensors_in
+from .watching import Call, Place, Watch, address, cast, place, tensors_in
 from .words import short
 
 #: An error that is this many times what inputs and rounding explain makes a row.
@@ -28,22 +27,13 @@ _NOTHING = 1e-4
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Place):
     """A line whose results differ from float32's by more than its inputs explain; errors are relative norms."""
 
-    site: Site | None
-    function: str
-    op: str
-    module: str
     dtype: torch.dtype
-    backward: bool
     error: float
     error_of_inputs: float
     excess: float
-
-    @property
-    def source(self) -> str:
-        return self.site.source if self.site else ""
 
     def __str__(self) -> str:
         where = "in the backward pass of " if self.backward else ""

@@ -283,38 +283,38 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """FLOPs of forward passes by the kind of module, its sizes, and rows."""
+    """FLOPs of forward passes: in all, and by sizes off multiples of 8, of rows or of a module, with the modules' paths."""
 
     def __init__(self) -> None:
-        self.flops: Counter[Any] = Counter()
-        self.paths: dict[Any, set[str]] = {}
+        self.flops = 0
+        self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
+        self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
         if formula is not None and tensors_in(out)[0].dtype in CASTABLE:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
-            key = pattern(of), frozenset(size for _, size in product.sizes), product.rows
-            self.flops[key] += product.flops
-            self.paths.setdefault(key[:2], set()).add(of)
+            self.flops += product.flops
+            for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
+                if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
+                    self.off[key] += product.flops
+                    self.paths.setdefault(key, {}).setdefault(pattern(of), set()).add(of)
 
-    def off(self) -> str:
-        """Sizes off multiples of 8, most work first."""
+    def in_words(self) -> str:
+        """Most work first."""
         if not self.flops:
             return "no matrix product that a level casts"
-        work: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
-        where: dict[tuple[int, bool], dict[str, None]] = {}
-        for (of, sizes, rows), flops in self.flops.items():
-            for key in ((rows, True), *((size, False) for size in sizes)):
-                if key[0] % _TENSOR_CORE and not (key[1] and rows < _TENSOR_CORE):
-                    work[key] += flops
-                    where.setdefault(key, {}).setdefault(collapsed(self.paths[of, sizes]))
         lines = []
-        for (size, is_rows), flops in work.most_common(4):
-            words = f"{size} rows" if is_rows else f"{size} in {', '.join(where[size, False])}"
-            share = percent(flops / self.flops.total())
+        for (size, is_rows), flops in self.off.most_common(4):
+            words = (
+                f"{size} rows"
+                if is_rows
+                else f"{size} in {', '.join(map(collapsed, self.paths[size, False].values()))}"
+            )
+            share = percent(flops / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
-        return "; ".join(lines + [f"and {len(work) - 4} more sizes"] * (len(work) > 4))
+        return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))
 
 
 @contextmanager
@@ -356,7 +356,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         *[("levels", "all but O0 refuse a model in float64: call model.float() first")] * is_exact,
         *(("gradients", words) for words in _wide_gradients(optimizers) if not is_exact),
         *(("not trained", reason) for reason in standing),
-        ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
+        ("shapes", seen.products.in_words() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
@@ -390,15 +390,12 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
 def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
     """Why bytes at O5 may be those of O1: matrices that are too small for a gradient in lower precision."""
     trained = [param for one in optimizers for param in known(params_of(one)) if param.requires_grad]
-    total, narrow = (sum(param.numel() for param in some) for some in (trained, filter(_is_large, trained)))
+    total = sum(param.numel() for param in trained)
+    narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))
     if dispatch().library is None:
         yield "at O5 4 bytes: O1's compiled wrappers are missing ('ampkit info' says more)"
     elif narrow < 0.95 * total:
         yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"
-
-
-def _is_large(param: Tensor) -> bool:
-    return is_large(param, torch.float32)
 
 
 def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:

@@ -30,7 +30,7 @@ from .failures import culprit_of
 from .finder import Culprit, Finder, is_finite
 from .observed import observe
 from .repeating import rule_of, unwatched
-from .watching import Enough, tensors_in
+from .watching import Enough, Watch, tensors_in
 from .words import short
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -120,7 +120,7 @@ class ScriptFinder(Finder):
         with unwatched():
             if skipped or is_skipped(optimizer):
                 self.culprit = None  # has ruined nothing
-            elif self.culprit is not None and not all(map(is_finite, params_of(optimizer))):
+            elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *Watch.statistics(self)))):
                 self._stop(self.culprit)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)

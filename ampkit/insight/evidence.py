@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .watching import COMPLEX, FLOATING, Call, cast, tensors_in
+from .watching import COMPLEX, FLOATING, Call, arguments_written, cast, tensors_in
 from .words import short
 
 OVERFLOW = "overflow of the format"
@@ -43,13 +43,13 @@ _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt
 _PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul"}
 
 
-def explain(call: Call, inputs: Any, out: Any) -> tuple[str, str, float | None]:
-    """The kind, the numbers, and the largest that was needed. ``inputs`` are as before the call, ``out`` holds inf or NaN."""
+def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str, float | None]:
+    """The kind, the numbers, and the largest that was needed. ``inputs`` are as before the call; one of what it has ``made``, by
+    returning or writing it, holds inf or NaN.
+    """
     values = [readable(value) for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
-    bad = next(one for one in tensors_in(out) if not readable(one).isfinite().all())
-    result = readable(bad)
-    exact = _in_float64(call, inputs)
-    exact = next((one for one in tensors_in(exact) if one.shape == result.shape), None)
+    number, bad = next((i, one) for i, one in enumerate(made) if not readable(one).isfinite().all())
+    result, exact = readable(bad), dict(enumerate(_in_float64(call, inputs))).get(number)
     wrong = ~result.isfinite()
     if exact is not None and exact[wrong].isfinite().all():
         needs = exact[wrong].abs().max().item()
@@ -95,10 +95,13 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
         yield DIVISION, "every target is ignored: the mean is over 0 elements"
 
 
-def _in_float64(call: Call, inputs: Any) -> Any:
+def _in_float64(call: Call, inputs: Any) -> list[torch.Tensor]:
+    """What it would have made; empty for an operator that has no float64, which proves nothing."""
     args, kwargs = cast(cast(inputs, torch.float64, FLOATING), torch.complex128, COMPLEX)
-    with contextlib.suppress(Exception), torch.no_grad():  # an operator that has no float64 proves nothing
-        return call.op(*args, **kwargs)
+    with contextlib.suppress(Exception), torch.no_grad():
+        out = call.op(*args, **kwargs)
+        return [*tensors_in(out), *(tensor for _, tensor in arguments_written(call.op, args, kwargs))]
+    return []
 
 
 def _subject(call: Call) -> str:

@@ -181,8 +181,8 @@ class Treatment:
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
-        self.stored: dict[Tensor, torch.dtype] = {
-            param: self.storage(module, param)
+        self._stored: dict[Tensor, torch.dtype] = {
+            param: self._storage(module, param)
             for model in models
             for module in model.modules()
             for param in known(module._parameters.values())
@@ -198,7 +198,7 @@ class Treatment:
             return "FSDP2 shards it in float32 and gathers it in lower precision"
         return self._kept[module].why_kept(module, param)
 
-    def storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
+    def _storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
         stays = self._held is not None and param not in self._held
         if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE or stays:
             return param.dtype
@@ -206,9 +206,12 @@ class Treatment:
             return self.plan.cast_model_type or torch.float32
         return torch.float32  # parameters that come in lower precision are made float32
 
+    def stored(self, param: Tensor) -> torch.dtype:
+        return self._stored.get(param, param.dtype)
+
     def has_rest(self, param: Tensor) -> bool:
-        is_trained = self._trained is None or param in self._trained
-        return is_trained and self.plan.enabled and self.plan.master_weights and self.stored[param] in LOWER_PRECISION
+        is_trained = param in self._stored and (self._trained is None or param in self._trained)
+        return is_trained and self.plan.enabled and self.plan.master_weights and self.stored(param) in LOWER_PRECISION
 
 
 def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Iterator[ModuleRow]:
@@ -217,7 +220,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
         own = [(name, param) for name, param in module._parameters.items() if known([param])]
         treated: dict[tuple[torch.dtype, str | None, bool], list[tuple[str, Tensor]]] = {}
         for name, param in own:
-            dtype = treatment.stored[param]
+            dtype = treatment.stored(param)
             why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
             treated.setdefault((dtype, why, treatment.has_rest(param)), []).append((name, param))
         for (dtype, why, has_rest), params in treated.items():
@@ -237,9 +240,8 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
 
 def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     plan, params = treatment.plan, list(dict.fromkeys(known(params_of(optimizer))))
-    stored = {param: treatment.stored.get(param, param.dtype) for param in params}
-    mastered = [param for param in params if param in treatment.stored and treatment.has_rest(param)]
-    lowered = [param for param in params if stored[param] in LOWER_PRECISION]
+    lowered = [param for param in params if treatment.stored(param) in LOWER_PRECISION]
+    mastered = {param for param in lowered if treatment.has_rest(param)}
     step, reason = "its own", "weights are float32"
     has_rests = bool(lowered) and not mastered and getattr(optimizer, "rests", False)
     if has_rests:  # ours, without a session
@@ -257,40 +259,35 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     if not lowered:
         masters = "the weights"
     else:
-        masters = f"{short(stored[lowered[0]])} weight + 16-bit rest" if mastered or has_rests else "none"
-    with_rests = {param for param in lowered if param.requires_grad} if has_rests else set(mastered)
+        masters = f"{short(treatment.stored(lowered[0]))} weight + 16-bit rest" if mastered or has_rests else "none"
+    with_rests = {param for param in lowered if param.requires_grad} if has_rests else mastered
     return OptimizerRow(
         kind=type(optimizer).__name__,
         parameters=sum(param.numel() for param in params),
         masters=masters,
         step=step,
         reason=reason,
-        bytes_per_parameter=_bytes(optimizer, stored, set(mastered), with_rests, treatment),
+        bytes_per_parameter=_bytes(optimizer, params, with_rests, treatment),
     )
 
 
-def _bytes(
-    optimizer: Any,
-    stored: dict[Tensor, torch.dtype],
-    mastered: set[Tensor],
-    with_rests: set[Tensor],
-    treatment: Treatment,
-) -> dict[str, float]:
-    total = max(1, sum(param.numel() for param in stored))
+def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatment: Treatment) -> dict[str, float]:
+    total = max(1, sum(param.numel() for param in params))
     # float16 cannot hold every unscaled gradient.
     in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
     sums: Any = Counter(weights=0, rests=0, gradients=0, state=0)
-    for param, dtype in stored.items():
+    for param in params:
+        dtype, is_mastered = treatment.stored(param), treatment.has_rest(param)
         sums["weights"] += param.numel() * dtype.itemsize
         sums["rests"] += param.numel() * 2 * (param in with_rests)
-        gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
+        gradient_dtype = torch.float32 if is_mastered and not in_place[dtype] else dtype
         if treatment.plan.has_narrow_gradients and is_large(param, dtype):
             gradient_dtype = treatment.plan.lower_precision
         if treatment.is_live and (gradient := stored_gradient(param)) is not None:
             gradient_dtype = gradient.dtype
         sums["gradients"] += param.numel() * gradient_dtype.itemsize * param.requires_grad
         # Beside weights without float32 values, state is in their precision too.
-        keeps_float32 = param in mastered or getattr(optimizer, "keeps_float32_state", False)
+        keeps_float32 = is_mastered or getattr(optimizer, "keeps_float32_state", False)
         narrows = dtype in LOWER_PRECISION and not keeps_float32
         sums["state"] += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
     return {name: size / total for name, size in sums.items()}

@@ -48,7 +48,7 @@ def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ..
         if words in message:
             first = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
             text = dtypes[1] if dtypes else first
-            return Culprit(kind, text, torch.float32, look_at(error.__traceback__)), (Cure(cure),)
+            return Culprit(kind, text, torch.float32, site=look_at(error.__traceback__)), (Cure(cure),)
     if call is None or failed is not error or (found := dtypes or _too_large(call, message)) is None:
         return None
     kind, text, cure, dtype = found

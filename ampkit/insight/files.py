@@ -1,16 +1,13 @@
 """``ampkit check FILE``: what precision a checkpoint was trained in, and what that has cost; nothing is run or unpickled.
 
-It reads ``.safetensors``, what ``torch.save`` wrote (``weights_only``), folders of shards, and torch.distributed.checkpoint's.
+It reads ``.safetensors``, what ``torch.save`` wrote (``weights_only``), and folders of shards.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import mmap
-import os
-import pickle
 import re
 import zipfile
 from collections import Counter
@@ -29,15 +26,6 @@ _SAFETENSORS = {
     **{"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-}
-#: What DCP's ``.metadata`` may name: descriptions of tensors and of where they lie.
-_DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
 }
 #: Whose file it is, by a key in it.
 _TOOLS = (
@@ -91,7 +79,7 @@ def report(path: str) -> tuple[list[str], bool]:
 
 def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
     norms = {name: one for name, one in weights.items() if _NORM.search(name) and one.dim() == 1}
-    norms = {name: one for name, one in norms.items() if one.dtype in LOWER_PRECISION and not one.is_meta}
+    norms = {name: one for name, one in norms.items() if one.dtype in LOWER_PRECISION}
     still = {name: int((one == 1.0).sum()) for name, one in norms.items()}
     total, elements = sum(still.values()), sum(one.numel() for one in norms.values())
     if total > elements / 10:
@@ -105,7 +93,7 @@ def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
-    lower = {name: one for name, one in moments.items() if one.dtype in LOWER_PRECISION and not one.is_meta}
+    lower = {name: one for name, one in moments.items() if one.dtype in LOWER_PRECISION}
     squares = {name: one for name, one in lower.items() if name.endswith("exp_avg_sq")}
     zeros = total = 0
     for name, one in squares.items():
@@ -161,10 +149,14 @@ def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 def _read(path: Path) -> Any:
     if path.is_dir():
         if (path / ".metadata").exists():
-            return _read_dcp(path)
+            convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+            raise NotRead(
+                f"{path} is of torch.distributed.checkpoint, whose .metadata would have to be unpickled: that can run code of the "
+                f"file's own. If you trust it, '{convert} {path} FILE.pt' makes a file that is read."
+            )
         parts = sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
         if not parts:
-            raise NotRead(f"{path}: no .safetensors, .pt, .pth, .bin or .ckpt is in this folder, and no .metadata.")
+            raise NotRead(f"{path}: no .safetensors, .pt, .pth, .bin or .ckpt is in this folder.")
         found: dict[str, Any] = {}
         for one in parts:
             found.update(_read(one) if one.suffix == ".safetensors" else {one.stem: _read(one)})
@@ -199,38 +191,4 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
                 number = (end - begin) // dtype.itemsize
                 part = torch.frombuffer(data, dtype=dtype, count=number, offset=8 + length + begin)
             found[name] = part.reshape(about["shape"])
-    return found
-
-
-class _Descriptions(pickle.Unpickler):
-    """Of DCP's ``.metadata``: descriptions alone, no function of anybody's."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        if module == _DESCRIPTIONS and "." not in name and isinstance(found := super().find_class(module, name), type):
-            return found
-        raise NotRead(
-            f"The .metadata of this folder names {module}.{name}, which would have to be unpickled: it is not read."
-        )
-
-
-def _read_dcp(folder: Path) -> dict[str, Any]:
-    with (folder / ".metadata").open("rb") as file:
-        about = _Descriptions(file).load()
-    found: dict[str, Any] = {}
-    for name, entry in about.state_dict_metadata.items():
-        if hasattr(entry, "properties"):
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    for index, where in (about.storage_data or {}).items():
-        described = found.get(index.fqn)
-        if described is None or where.length > os.path.getsize(folder / where.relative_path):
-            continue
-        with (folder / where.relative_path).open("rb") as file:
-            file.seek(where.offset)
-            part = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
-        if part.shape == described.shape:
-            found[index.fqn] = part
-        else:  # a shard: its elements stand for the tensor
-            found[f"{index.fqn} (part {'.'.join(map(str, index.offset or ()))})"] = part
     return found

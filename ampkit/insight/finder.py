@@ -23,37 +23,26 @@ from ..registry import live_sessions
 from ..sharding import local
 from .evidence import DOMAIN, GIVEN, MASK, explain, readable
 from .repeating import Repetition
-from .sites import Site
-from .watching import Call, Watch, address, arguments_written, tensors_in
+from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
 # What these write is not computed from what was there before.
 _FILLS = {"copy", "fill", "zero", "uniform", "normal", "random", "bernoulli", "exponential", "cauchy", "geometric"}
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """The operator that made the first inf or NaN which reached the loss or a gradient.
+class Culprit(Place):
+    """The operator that made the first inf or NaN which reached the loss, a gradient or a running statistic.
 
-    ``function`` is what the line calls, ``op`` the operator of torch, of a backward pass where ``backward`` says so. ``dtype`` is
-    that of its result. ``evidence`` has the numbers, ``needed`` the largest that the result would have, and ``rows`` says which of
-    the batch are not finite.
+    ``dtype`` is that of its result. ``evidence`` has the numbers, ``needed`` the largest that the result would have, and ``rows``
+    says which of the batch are not finite.
     """
 
     kind: str
     evidence: str
     dtype: torch.dtype
-    site: Site | None = None
-    function: str = ""
-    op: str = ""
-    module: str = ""
-    backward: bool = False
     order: int = 0
     needed: float | None = None
     rows: str = ""
-
-    @property
-    def source(self) -> str:
-        return self.site.source if self.site else ""
 
 
 class Finder(Watch):
@@ -108,13 +97,15 @@ class Finder(Watch):
             self.failed = call, error
             raise
         if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
-            bad = [tensor for tensor in (*tensors_in(out), *call.written()) if not is_finite(tensor)]
-            if bad:
-                origin = self._origin(call, before, bad)
+            made = [*tensors_in(out), *call.written()]
+            if bad := [tensor for tensor in made if not is_finite(tensor)]:
+                origin = self._origin(call, before, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
         return out
 
-    def _origin(self, call: Call, before: dict[int, torch.Tensor], bad: list[torch.Tensor]) -> Culprit | None:
+    def _origin(
+        self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: list[torch.Tensor]
+    ) -> Culprit | None:
         skipped = {id(tensor) for tensor in call.written()} - before.keys()
         read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
         bad_inputs = [(tensor, was) for tensor in read if not is_finite(was := before.get(id(tensor), tensor))]
@@ -129,7 +120,7 @@ class Finder(Watch):
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
         inputs = tree_map(lambda one: before.get(id(one), one) if isinstance(one, torch.Tensor) else one, given)
-        return self._new(call, *explain(call, inputs, bad), bad[0])
+        return self._new(call, *explain(call, inputs, made), bad[0])
 
     def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
         """Of an input that is not finite. One that no operator has made came from outside."""
@@ -140,7 +131,9 @@ class Finder(Watch):
         return self._origins[key]
 
     def _new(self, call: Call, kind: str, evidence: str, needed: float | None, bad: torch.Tensor) -> Culprit:
-        rows = "" if call.backward else _rows(bad, self._batch)
+        written = arguments_written(call.op, call.args, call.kwargs)
+        is_of_no_row = call.backward or any(one is bad for name, one in written if name in STATISTICS)
+        rows = "" if is_of_no_row else _rows(bad, self._batch)
         order = next(self._numbers)
         return Culprit(kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows)
 
@@ -152,13 +145,19 @@ class Finder(Watch):
 
     # At the end
 
+    def statistics(self) -> list[torch.Tensor]:
+        """Those that were written."""
+        return [one for one in super().statistics() if not is_lazy(one) and address(one) in self._origins]
+
     def on_loss(self, tensors: list[torch.Tensor]) -> None:
         """Loss or gradients: the earliest origin of those that are not finite."""
         bad = [tensor for tensor in tensors if not is_finite(tensor)]
         if not bad or self.culprit is not None:
             return
         origins = [origin for tensor in bad if (origin := self._origins.get(address(tensor))) is not None]
-        unknown = Culprit(DOMAIN, "no operator that can be watched made it", bad[0].dtype, None, "unknown", "unknown")
+        unknown = Culprit(
+            DOMAIN, "no operator that can be watched made it", bad[0].dtype, function="unknown", op="unknown"
+        )
         self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or unknown
 
 

@@ -16,8 +16,6 @@ from typing import Any
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
-_LOOK = 5.0  # seconds after which a process that waits looks whether its parent is still there
-
 
 class WorkerError(Exception):
     """What a worker raised, in a line; ``details`` is its traceback."""
@@ -35,7 +33,7 @@ class Worker:
 
     def __init__(self, context: Any, make: Callable[..., Any], *arguments: Any, environment: Any = ()) -> None:
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments))
+        self._process = context.Process(target=_serve, args=(self._connection, theirs, make, arguments))
         before = dict(os.environ)
         os.environ.update(environment)
         try:
@@ -67,16 +65,12 @@ class Worker:
         self._process.join()
 
 
-def _serve(connection: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The body of the process. Processes that were forked later hold its parent's end of the pipe too, so that it is not told of
-    the parent's end.
-    """
-    parent, made = os.getppid(), None
+def _serve(of_parent: Any, connection: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """The body of the process, which ends where its parent has ended: nothing holds the other end of the pipe then."""
+    of_parent.close()
+    made = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            while not connection.poll(_LOOK):
-                if os.getppid() != parent:
-                    return
             method, given = connection.recv()
             if method is None:
                 return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import LOWER_PRECISION
-from ..sharding import is_sharded, local
+from ..sharding import gathered, is_sharded, local
 from .around_step import is_skipped
 from .sites import Site, look
 from .updates import SAMPLE, Weights, some
@@ -40,7 +40,7 @@ class Standstill:
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases in front of a norm, and the weight beside each
         self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
-        self._zeros: Counter[Tensor] = Counter()  # of `_why`, before this step
+        self._now: dict[Tensor, str | None] = {}  # of `_why`, in this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
@@ -67,17 +67,18 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        self._zeros = Counter(self._why.get(_ZERO))
-        self._subtracted = {bias for bias, weight in self._before_norm.items() if _is_rounding(bias.grad, weight.grad)}
+        held = {one.whole: one.param for model in models for one in gathered(model)}
+        pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
+        self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
             # A class of a library's own, as of quantised weights, may have no elements to look at.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
                 self._first[param] = _seen(param).clone()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                self._steps[param] += 1
-                if (why := self._why_not(param, float(group.get("lr", 1.0)))) is not None:
-                    self._why.setdefault(why, Counter())[param] += 1
+        self._now = {
+            param: self._why_not(param, float(group.get("lr", 1.0)))
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
         self._weights = Weights(optimizer, SAMPLE)
 
     def _why_not(self, param: Tensor, lr: float) -> str | None:
@@ -99,13 +100,17 @@ class Standstill:
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        if weights is None or skipped or is_skipped(optimizer):
-            self._why[_ZERO] = self._zeros  # what begins at 0, as a factor, has not moved yet
+        is_taken = weights is not None and not skipped and not is_skipped(optimizer)
+        for param, why in self._now.items():
+            self._steps[param] += 1
+            if why is not None and (is_taken or why is not _ZERO):  # what begins at 0, as a factor, has not moved yet
+                self._why.setdefault(why, Counter())[param] += 1
+        if weights is None or not is_taken:
             return
         counts = weights.counts()
         for one in weights.list:
             if one.name in counts:
-                dtype = one.param.dtype if one.entry is None else torch.float32
+                dtype = one.param.dtype if one.rest_of is None else torch.float32
                 dtype = None if one.param in self._subtracted else dtype
                 found = self.lost.setdefault((type(optimizer).__name__, dtype), {})
                 lost, total = found.get(one.param, (0, 0))
@@ -169,11 +174,13 @@ class Standstill:
                 )
 
 
-def _is_rounding(gradient: Tensor | None, beside: Tensor | None) -> bool:
-    """Whether a gradient is what rounding leaves of 0. Beside a norm that a residual goes around it is not."""
-    if gradient is None or beside is None:
+def _is_rounding(bias: Tensor, weight: Tensor) -> bool:
+    """Whether the bias' gradient is what rounding leaves of 0. Beside a norm that a residual goes around it is not."""
+    gradients = [local(one.grad) for one in (bias, weight) if one.grad is not None]
+    if len(gradients) < 2 or not all(one.numel() for one in gradients):
         return False
-    return bool(gradient.abs().max() <= max(1e-4, 4 * torch.finfo(gradient.dtype).eps) * beside.abs().max())
+    largest, beside = (one.abs().max() for one in gradients)
+    return bool(largest <= max(1e-4, 4 * torch.finfo(largest.dtype).eps) * beside)
 
 
 def _before_views(node: Any, *others: str) -> Any:

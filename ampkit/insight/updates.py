@@ -6,7 +6,8 @@ float32 value (O2) is the same only if its rest is too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,26 +30,20 @@ _FIRST = 5
 
 @dataclass
 class _Weight:
-    """A parameter before a step; ``rest`` is that of its float32 value."""
+    """A parameter before a step; ``rest_of()`` gives the rest of its float32 value, ``rest`` is that of before."""
 
     name: str
     param: torch.Tensor
     lr: float
-    entry: Any
+    rest_of: Callable[[], torch.Tensor] | None
     before: torch.Tensor
     rest: torch.Tensor | None
 
 
-class _OwnRest:
+def _own_rest(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     """The rest that a fused optimizer without a session keeps in its state, from its first step on."""
-
-    def __init__(self, optimizer: Any, param: torch.Tensor) -> None:
-        self._state, self._param = optimizer.state, param
-
-    @property
-    def rest(self) -> torch.Tensor:
-        found: torch.Tensor | None = self._state.get(self._param, {}).get("rest")
-        return torch.zeros_like(self._param, dtype=torch.int16, requires_grad=False) if found is None else found
+    found: torch.Tensor | None = optimizer.state.get(param, {}).get("rest")
+    return torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if found is None else found
 
 
 class Weights:
@@ -61,17 +56,20 @@ class Weights:
 
     def __init__(self, optimizer: Any, most: int | None = None, named: Iterable[Named] | None = None) -> None:
         wrapper = wrapper_of(optimizer)
-        entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.stored}
+        stored = [] if wrapper is None else wrapper.gradients.stored
+        rests = {
+            slot.param: functools.partial(getattr, slot.entry, "rest") for slot in stored if slot.entry is not None
+        }
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
         self._most = most
         self.list: list[_Weight] = []
         for name, param, group in named_params(optimizer) if named is None else named:
-            lr, entry = float(group.get("lr", 1.0)), entries.get(param)
-            if entry is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
-                entry = _OwnRest(optimizer, param)
+            lr, rest_of = float(group.get("lr", 1.0)), rests.get(param)
+            if rest_of is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
+                rest_of = functools.partial(_own_rest, optimizer, param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
-                rest = None if entry is None else self._some(entry.rest).clone()
-                self.list.append(_Weight(name, param, lr, entry, self._some(param.detach()).clone(), rest))
+                rest = None if rest_of is None else self._some(rest_of()).clone()
+                self.list.append(_Weight(name, param, lr, rest_of, self._some(param.detach()).clone(), rest))
 
     def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """How many updates of each parameter were lost, and of how many (int64, on its device), by its name.
@@ -88,8 +86,8 @@ class Weights:
             weights, gradients = zip(*trained)
             now = _flat(self._some(one.param.detach()) for one in weights)
             stays = now == _flat(one.before for one in weights)
-            if weights[0].entry is not None:
-                stays &= _flat(self._some(one.entry.rest) for one in weights) == _flat(one.rest for one in weights)
+            if weights[0].rest_of is not None:
+                stays &= _flat(self._some(one.rest_of()) for one in weights) == _flat(one.rest for one in weights)
             is_updated = _flat(gradients) != 0
             sizes = [one.numel() for one in gradients]
             for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
@@ -107,7 +105,7 @@ class Weights:
         """Each alone, or samples of the same dtypes and device together."""
         groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
         for weight, gradient in self._trained():
-            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.entry is None
+            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest_of is None
             groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
         return groups.values()
 
@@ -188,7 +186,7 @@ class UpdateCheck(AroundStep):
 
 def _cure(weight: _Weight) -> str:
     dtype = weight.param.dtype
-    if weight.entry is not None or dtype not in LOWER_PRECISION:
+    if weight.rest_of is not None or dtype not in LOWER_PRECISION:
         return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
     level = "O5" if dtype is torch.bfloat16 else "O2"
     cost = "+2 bytes per parameter, and moments in float32"

@@ -33,6 +33,8 @@ _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dt
 FLOATING = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
 COMPLEX = frozenset(dtype for dtype in _DTYPES if dtype.is_complex)
 
+STATISTICS = ("running_mean", "running_var")
+
 # Operators under other names than the functions that call them.
 _NAMES = {
     "native_layer_norm": "layer_norm",
@@ -53,6 +55,21 @@ _NAMES = {
 
 class Enough(BaseException):
     """Raised through a script where all is known of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an operator belongs: the ``site``, ``function`` and ``module`` of its `Call`; ``op`` is the operator of torch."""
+
+    site: Site | None = None
+    function: str = ""
+    op: str = ""
+    module: str = ""
+    backward: bool = False
+
+    @property
+    def source(self) -> str:
+        return self.site.source if self.site else ""
 
 
 @dataclass
@@ -102,7 +119,7 @@ class Call:
         return operator_name(self.op)
 
     def where(self) -> dict[str, Any]:
-        """Fields of what reports say of it."""
+        """Fields of a `Place`, which reports say of it."""
         place = {"site": self.site, "function": self.function, "op": str(self.op), "module": self.module}
         return {**place, "backward": self.backward}
 
@@ -145,8 +162,13 @@ class Watch(TorchDispatchMode, Listener):
         """In a `Repetition`: what a backward pass begins with, before it."""
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """In a `Repetition`: those of all parameters, after it."""
-        self.on_loss(gradients)
+        """In a `Repetition`: those of all parameters, after it. Running statistics may be lost where no gradient is."""
+        self.on_loss([*gradients, *self.statistics()])
+
+    def statistics(self) -> list[torch.Tensor]:
+        """Means and variances that batch norms keep."""
+        own = (module._buffers.get(name) for module in list(self.modules) for name in STATISTICS)
+        return [one for one in own if one is not None]
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
@@ -273,8 +295,7 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
     return [
         (place, argument.name)
         for place, argument in enumerate(op._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in ("running_mean", "running_var")
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
     ]
 
 

@@ -1,9 +1,11 @@
 """`ampkit check`: what it says of scripts that use float32, torch.autocast and ampkit, how it ends, and that torch is as it was."""
 
+import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import ROOT
 
 from ampkit.__main__ import main
 
@@ -491,6 +493,26 @@ for _ in range(3):
     assert [line.partition(":")[0] for line in found] == [names] * bool(names), lines
     if dtype == "bfloat16":
         assert f"{names or 'none'!r}; O5" not in row(lines, "mistake")
+
+
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo", init_method="file://{file}", rank=0, world_size=1)
+net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+fully_shard(net[0]), fully_shard(net)
+optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+for _ in range(3):
+    out = net(torch.randn(9, 6))
+    (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_bias_that_a_norm_subtracts_is_found_where_fsdp2_shards_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(MODEL + SHARDED.format(file=tmp_path / "store"))
+    done = subprocess.run([sys.executable, "-m", "ampkit", "check", script], capture_output=True, text=True, cwd=ROOT)
+    assert "bias=False" in row(done.stdout.splitlines(), "not trained"), done.stdout + done.stderr
 
 
 #: What a script does that takes no step, and what it is said to use, with the bytes of its weights.

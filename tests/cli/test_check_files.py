@@ -3,7 +3,10 @@
 import json
 import os
 import pickle
+import re
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,13 +72,7 @@ def as_torch(folder):
     return folder / "model.pt"
 
 
-def as_dcp(folder):
-    dcp.save({"model": state()}, checkpoint_id=folder / "saved")
-    return folder / "saved"
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("write", [as_safetensors, as_shards, as_torch, as_dcp])
+@pytest.mark.parametrize("write", [as_safetensors, as_shards, as_torch])
 def test_norms_that_never_moved_are_found_in_every_format(write, check, tmp_path):
     code, printed, _ = check(write(tmp_path))
     assert code == 1 and "48 elements: bfloat16 100%" in printed
@@ -138,7 +135,16 @@ def test_nothing_of_a_file_is_run(check, tmp_path):
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     code, _, error = check(tmp_path / "dcp")
-    assert code == 2 and "mkdir" in error and not (tmp_path / "ran").exists()
+    assert code == 2 and "would have to be unpickled" in error and not (tmp_path / "ran").exists()
+
+
+def test_the_command_that_the_refusal_of_a_distributed_checkpoint_names_makes_a_file_that_is_read(check, tmp_path):
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"model": state()}, checkpoint_id=tmp_path / "saved")
+    code, _, error = check(tmp_path / "saved")
+    (words,) = re.findall("'python -m (.*) FILE.pt'", error)
+    subprocess.run([sys.executable, "-m", *words.split(), tmp_path / "model.pt"], check=True)
+    assert code == 2 and check(tmp_path / "model.pt")[0] == 1
 
 
 HEADER = b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'

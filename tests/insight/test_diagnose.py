@@ -250,6 +250,15 @@ def a_reciprocal_behind_where():
     return iteration
 
 
+def a_running_variance_beyond_float32():
+    model = nn.Sequential(filled(nn.Linear(1, 2), 1e22), nn.BatchNorm1d(2))
+
+    def iteration():  # the loss and the gradients are finite
+        model(torch.tensor([[1.0], [-1.0]])).square().sum().backward()  # here
+
+    return iteration
+
+
 def an_early_epsilon_that_float16_rounds_to_zero():
     layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
 
@@ -498,6 +507,9 @@ CASES = [
     (a_deviation_of_nothing, DIVISION, False, "torch.Tensor.std", "std of no elements",
      IN_FLOAT32_TOO),
     (a_reciprocal_behind_where, DIVISION, False, "torch.rsqrt", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    # The unbiased variance of 1e22 and -1e22 is 2e44, of which a tenth counts.
+    (a_running_variance_beyond_float32, OVERFLOW, False, "torch.nn.functional.batch_norm", "batch_norm needs 2e+43",
      IN_FLOAT32_TOO),
     (an_early_epsilon_that_float16_rounds_to_zero, DIVISION, False, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1",
      "bfloat16 (O4 or O5 without cast_model_type=)"),

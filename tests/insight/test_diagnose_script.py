@@ -105,6 +105,15 @@ SCRIPTS = {
         scaler.update()
         print("step", i)
     """,
+    "a running variance": """
+    model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(1))
+    for i in range(9):
+        out = model(torch.randn(3, 4) * (1e22 if i == 4 else 1.0))
+        optimizer.zero_grad()
+        out.square().sum().backward()
+        optimizer.step()
+        print("step", i)
+    """,
     "nothing": """
     for i in range(2):
         model(torch.ones(2, 4)).mean().backward()
@@ -138,6 +147,11 @@ FOUND = {
     ),
     # From 32 * 65536 to 32 * 1024.
     "a descent that ends": (8, 0, ["nothing found in ", "the loss scale fell 6 times"]),
+    "a running variance": (
+        4,
+        1,
+        ["overflow of the format", "script.py:8", "torch.nn.functional.batch_norm", "module    1", "iteration 5"],
+    ),
     "nothing": (2, 0, ["nothing found in "]),
 }
 

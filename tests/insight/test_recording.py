@@ -5,7 +5,6 @@ The line that a case is about ends in ``# here``.
 
 import inspect
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -474,45 +473,6 @@ def test_weights_of_one_name_are_counted_apart():
     assert weights == [("weight", 1.0, 32), ("Linear.weight", 1.0, 48), ("Linear.weight", 1.0, 64)]
 
 
-class _OwnStep(torch.optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_the_step_of_a_class_that_extends_torchs_is_one():
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    plain, optimizer = torch.optim.SGD(model.parameters(), 0.1), _OwnStep(model.parameters(), 0.1)
-
-    def closure():
-        loss = model(x).sum()
-        loss.backward()
-        return loss
-
-    def iteration():
-        optimizer.step(closure)
-        optimizer.step()
-
-    record = recorded(iteration)
-    assert plain is not None and record.iterations == 2
-
-
-def test_after_a_step_that_raises_steps_go_on():
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def iteration():
-        for is_first in (True, False, False):
-            model(x).sum().backward()
-            optimizer.param_groups[0]["lr"] = None if is_first else 0.1
-            try:
-                optimizer.step()
-            except TypeError:
-                assert is_first
-
-    record = recorded(iteration)
-    assert record.iterations == 3
-
-
 def test_iterations_are_those_of_the_optimizer_that_steps_first():
     models = [nn.Linear(8, 8), nn.Linear(8, 8)]
     generator, critic = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
@@ -625,11 +585,6 @@ def test_results_are_those_without_a_recording():
     plain = losses()
     with ampkit.recording():
         assert losses() == plain
-
-
-def test_nothing_is_imported_before_it_is_asked_for():
-    script = "import sys, ampkit; print([name for name in sys.modules if 'insight' in name])"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
 
 
 class _Lazy(nn.Module):

@@ -245,45 +245,19 @@ def test_lines_make_what_was_measured():
     assert tuning(PLAIN, AUTOCAST).lines[0].startswith('with torch.autocast("cpu", torch.bfloat16):')
 
 
+@pytest.mark.parametrize("of", ["all", "two groups", "a part"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_line_for_the_fused_optimizer_computes_the_same(make):
+def test_a_line_for_the_fused_optimizer_computes_the_same(make, of):
     settings = dict(momentum=0.9, nesterov=True) if make is torch.optim.SGD else dict(betas=(0.8, 0.99))
-    results = []
-    for words in (None, True):
-        model = torch.nn.Linear(4, 2)
-        torch.nn.init.constant_(model.weight, 0.25)
-        torch.nn.init.zeros_(model.bias)
-        optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
-        assert optimizers_for(optimizer) == ["given", "fused", "int8"]
-        if words:
-            optimizer = eval(
-                fused_in_words(optimizer, model), {"ampkit": ampkit, "model": model, "optimizer": optimizer}
-            )
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.arange(8.0).view(2, 4)).square().sum().backward()
-            optimizer.step()
-        results.append(model.weight.detach())
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", ["two groups", "a part", "a scheduler"])
-def test_a_line_for_the_fused_optimizer_has_the_settings_of_groups(case):
     results = []
     for is_fused in (False, True):
         model = torch.nn.Linear(4, 2)
         torch.nn.init.constant_(model.weight, 0.25)
         torch.nn.init.zeros_(model.bias)
-        groups = [{"params": [model.weight], "lr": 0.5, "weight_decay": 0.1}]
-        groups += [{"params": [model.bias]}] if case == "two groups" else []
-        given = model.parameters() if case == "a scheduler" else groups
-        optimizer = torch.optim.SGD(given, lr=0.01, momentum=0.9)
-        if case == "a scheduler":  # that multiplies the rate by 0 at first
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
-            assert "lr=0.01" in fused_in_words(optimizer, model) and "model.parameters()" in fused_in_words(
-                optimizer, model
-            )
-            return
+        groups = [{"params": [model.weight], "lr": 0.02, "weight_decay": 0.2}, {"params": [model.bias]}]
+        given = {"all": model.parameters(), "two groups": groups, "a part": groups[:1]}[of]
+        optimizer = make(given, lr=0.05, weight_decay=0.1, **settings)
+        assert optimizers_for(optimizer) == ["given", "fused", "int8"]
         if is_fused:
             names = {"ampkit": ampkit, "model": model, "optimizer": optimizer}
             optimizer = eval(fused_in_words(optimizer, model), names)
@@ -293,6 +267,14 @@ def test_a_line_for_the_fused_optimizer_has_the_settings_of_groups(case):
             optimizer.step()
         results.append((model.weight.detach(), model.bias.detach()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_line_has_the_rate_that_a_scheduler_began_with():
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))  # times 0 at first
+    words = fused_in_words(optimizer, model)
+    assert "lr=0.01" in words and "model.parameters()" in words
 
 
 def test_other_optimizers_have_no_fused_one():
