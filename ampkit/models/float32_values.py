@@ -16,8 +16,6 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..kernels import joined
 
-LOANS_KEY = "_ampkit_loans"  # where a module of a cast model has the loans of its session
-
 
 class Loan(NamedTuple):
     """A float32 parameter that is lent out: ``lent``, with value and ``gradient`` of ``lower``, whose bits were ``before``."""
@@ -37,7 +35,6 @@ class Loans:
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, Loan] = {}
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which save their weights in float32
         # Parameters that were lent, and their weights.
         self._held: dict[Float32Value, tuple[Tensor, weakref.ref[Tensor]]] = {}
 
@@ -167,7 +164,6 @@ class Float32Value:
     dtype: torch.dtype
     rest: Tensor | None = None
     was_made_float32: bool = False  # by ``model.float()``, which is refused; ``p.data = values`` is not
-    _in_copies: Callable[[], nn.Parameter | None] = lambda: None
     _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
 
     def move_rest_beside(self, lower: Tensor) -> None:
@@ -240,25 +236,18 @@ class Float32Value:
             self.rest.zero_()
         self.loans.lend_again(self)
 
-    def in_copies(self, lower: Tensor) -> nn.Parameter:
-        """The parameter that is copied and pickled in the place of ``lower``: one for all, as long as it lives."""
-        value, found = self.current(lower), self._in_copies()
-        if found is None:
-            found = nn.Parameter(value)
-            self._in_copies = weakref.ref(found)
-        found.data = value
-        return found.requires_grad_(lower.requires_grad)
+
+def value_of(param: Tensor) -> Float32Value | None:
+    """The float32 value of a parameter that is stored in lower precision."""
+    entry = stored.get(param) if param.dtype in LOWER_PRECISION else None
+    return None if entry is None or entry.dtype is not param.dtype else entry
 
 
 def lower_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
-    """(name, lower-precision parameter, its float32 value) for the module's own parameters, if its weights were cast."""
-    loans = module.__dict__.get(LOANS_KEY)
-    for name, param in module._parameters.items() if loans is not None else ():
-        if isinstance(param, nn.Parameter) and param.dtype in LOWER_PRECISION:
-            if param not in stored:  # new since, and its own value
-                stored[param] = Float32Value(loans, param.dtype)
-            if (entry := stored[param]) is not None and entry.dtype is param.dtype:
-                yield name, param, entry
+    """(name, lower-precision parameter, its float32 value) for the module's own parameters."""
+    for name, param in module._parameters.items():
+        if param is not None and (entry := value_of(param)) is not None:
+            yield name, param, entry
 
 
 def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:

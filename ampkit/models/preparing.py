@@ -5,8 +5,7 @@ Each step has its undo. Weights are cast in place: a parameter stays the same ob
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,10 @@ from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules
 from . import forward, sharded
-from .copies import take_off
-from .float32_values import LOANS_KEY, Float32Value, Loans, lower_entries, put_gradient
+from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
 from .keep_fp32 import NOT_TRAINED, Kept
-from .records import go_by_values
+from .records import members
 from .shared_memory import refuse_coming_apart
 
 WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
@@ -49,7 +47,7 @@ def prepare_models(
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
-        undo.callback(restore_weights, [weakref.ref(model) for model in models], loans, originals)
+        undo.callback(restore_weights, loans, originals)
     for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
             _cast_weights(model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, originals)
@@ -75,9 +73,9 @@ def _cast_weights(model: nn.Module, plan: Plan, why_kept: WhyKept, loans: Loans,
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # has no weights here: see validation.py
             continue
-        if LOANS_KEY in module.__dict__:  # part of a model before
+        if module in members:  # part of a model before
             continue
-        go_by_values(module, loans)  # first, so that what fails halfway is undone
+        members[module] = loans  # first, so that what fails halfway is undone
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
@@ -122,15 +120,13 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((original.isfinite() & (original.abs() > torch.finfo(dtype).max)).any())
 
 
-def restore_weights(references: Iterable[weakref.ref[nn.Module]], loans: Loans, originals: Originals) -> None:
-    """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours.
+def restore_weights(loans: Loans, originals: Originals) -> None:
+    """Undo the casts: the same parameter objects, float32, with the values that are behind them.
 
     Of models that are gone, and of layers that a script has taken out, what is still there.
     """
-    ours = [(param, entry) for param, entry in stored.items() if entry is not None and entry.loans is loans]
-    models = [model for ref in references if (model := ref()) is not None]
-    parts = dict.fromkeys([*loans.modules, *(part for model in models for part in model.modules())])
-    entries = dict([*(pair for model in models for pair in lower_entries(model)), *ours])
+    entries = {param: entry for param, entry in stored.items() if entry is not None and entry.loans is loans}
+    parts = [module for module, own in members.items() if own is loans]
 
     def restore(param: torch.Tensor, entry: Float32Value) -> None:
         value = entry.current(param) if param.dtype is entry.dtype else param.detach().float()
@@ -142,7 +138,7 @@ def restore_weights(references: Iterable[weakref.ref[nn.Module]], loans: Loans, 
         param.grad = gradient.to(param.dtype) if fits else None
 
     def forget(module: nn.Module) -> None:
-        take_off(module)
+        del members[module]
         for param in module.parameters(recurse=False):
             stored.pop(param, None)
         if isinstance(module, nn.RNNBase):

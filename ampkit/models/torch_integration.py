@@ -11,6 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,9 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
+from .copies import deep_copying, for_processes, pickling
 from .float32_values import lower_entries
+from .records import loading, saving
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -50,6 +53,11 @@ def _patch(patches: PatchSet) -> None:
     average = swa_utils.AveragedModel
     patches.set(average, "update_parameters", _averaging(average.update_parameters))
     patches.set(torch, "_foreach_lerp_", _towards_float32_values(torch._foreach_lerp_))
+    patches.set(nn.Module, "_save_to_state_dict", saving(nn.Module._save_to_state_dict))
+    patches.set(nn.Module, "_load_from_state_dict", loading(nn.Module._load_from_state_dict))
+    patches.set(nn.Parameter, "__deepcopy__", deep_copying(nn.Parameter.__deepcopy__))
+    patches.set(nn.Parameter, "__reduce_ex__", pickling(nn.Parameter.__reduce_ex__))
+    patches.set(ForkingPickler._extra_reducers, nn.Parameter, for_processes)
     patches.set(ParametrizationList, "__init__", _parametrizing(ParametrizationList.__init__))
     if not torch.distributed.is_available():
         return
