@@ -50,9 +50,10 @@ def prepare_models(
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
         undo.callback(restore_weights, loans, originals)
-    for model, choice in zip(models, kept) if plan.stores_weights else ():
+    for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
-            chosen |= _to_cast(model, choice.why_kept, loans)
+            why_kept = kept[index].why_kept if plan.casts_weights else lambda *_: "as it is"
+            chosen |= _to_cast(model, why_kept, loans)
     refuse_coming_apart(models, chosen, plan)
     _warn_of_losses(chosen, plan)
     for param in chosen:
@@ -144,7 +145,9 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
             stored.pop(param, None)
 
     restored = ((restore, *pair) for pair in entries.items())
-    run_all([(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.forget,)])
+    run_all(
+        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.forget,)]
+    )
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
