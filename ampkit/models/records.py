@@ -114,13 +114,15 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
 
 def join(whole: nn.Module, _: str, part: Any) -> None:
     """Have lower-precision parameters that become part of an initialized model, as of a parametrization, have float32 values."""
-    loans = members.get(whole)
-    for module in part.modules() if isinstance(part, nn.Module) and loans is not None else ():
+    loans = members.get(whole) if members else None
+    if loans is None:
+        return
+    for module in part.modules() if isinstance(part, nn.Module) else ():
         if not isinstance(module, torch.jit.ScriptModule):
             members.setdefault(module, loans)
             for name, param in module._parameters.items():
                 join(module, name, param)
-    if isinstance(part, nn.Parameter) and loans is not None and part.dtype in LOWER_PRECISION:
+    if isinstance(part, nn.Parameter) and part.dtype in LOWER_PRECISION:
         stored.setdefault(part, Float32Value(loans, part.dtype))
 
 

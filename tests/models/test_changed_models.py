@@ -174,6 +174,20 @@ def test_weight_that_a_new_module_took_is_saved_in_float32_at_once(taken, save):
     assert torch.equal(saved, expected)
 
 
+@pytest.mark.parametrize("since", (False, True), ids=("hook from before", "hook since"))
+def test_values_under_keys_that_a_hook_renames_are_loaded_in_float32(since):
+    model, values = make_net(), {"old": torch.full((6, 4), 1 + 2.0**-20)}
+    for initialized in (False, True):
+        if initialized:
+            o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if initialized is since:
+            model.register_load_state_dict_pre_hook(
+                lambda _, state, *rest: state.update({"0.weight": state.pop("old")})
+            )
+    model.load_state_dict(dict(values), strict=False)
+    assert torch.equal(model.state_dict()["0.weight"], values["old"])
+
+
 def test_moved_weight_keeps_its_float32_digits():
     model = make_net()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
