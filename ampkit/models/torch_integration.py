@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -38,15 +37,9 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-#: Weights of each model that are stored in lower precision, by the address of their storage.
-_lying: weakref.WeakKeyDictionary[nn.Module, dict[int, list[Reference]]] = weakref.WeakKeyDictionary()
-
-
-def note_weights(model: nn.Module) -> None:
-    """Have stored weights of a model be found where they lie now."""
-    lying = _lying[model] = {}
-    for weight, _ in lower_entries(model):
-        lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
+#: Weights that are stored in lower precision, by the address of their storage: where they lay at the first collective after a
+#: forward, which clears this.
+lying: dict[int, list[Reference]] = {}
 
 
 def _patch(patches: PatchSet) -> None:
@@ -104,8 +97,12 @@ def _clear_rests(written: Any) -> None:
         for part in written:
             _clear_rests(part)
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
+        if not lying:
+            for weight, entry in stored.items():
+                if entry is not None:
+                    lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
         place = written.untyped_storage().data_ptr()
-        for weight in [ref() for lying in _lying.values() for ref in lying.get(place, ())]:
+        for weight in [ref() for ref in lying.get(place, ())]:
             if weight is None or weight not in stored or weight.untyped_storage().data_ptr() != place:
                 continue
             begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps
