@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
-from .models.float32_values import LOANS_KEY
 from .models.keep_fp32 import Kept
+from .models.records import members
 from .registry import watchers
 from .sharding import gathered, is_fsdp
 from .validation import sharded_after_initialize
@@ -55,7 +55,7 @@ def fully_shard(
             "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
             "torch.distributed.fsdp.fully_shard with it."
         )
-    if any(inner in watchers or LOANS_KEY in inner.__dict__ for inner in module.modules()):
+    if any(inner in watchers or inner in members for inner in module.modules()):
         raise sharded_after_initialize(module)
     first = next(module.parameters(), None)
     device_type = mesh.device_type if mesh is not None else "cpu" if first is None else first.device.type

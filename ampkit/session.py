@@ -44,7 +44,7 @@ from .models.float32_values import Float32Value, lower_entries
 from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
 from .models.records import LeftAs, parameters_now, sync_weights
-from .models.torch_integration import around_stored_weights, exports, note_weights
+from .models.torch_integration import around_stored_weights, exports, lying
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
@@ -170,8 +170,7 @@ class Session:
         if plan.casts_calls:
             self._start_casting()
         self._forget_traces()
-        for model in models if plan.stores_weights else ():
-            note_weights(model)
+        lying.clear()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
             state.update(cast)
@@ -348,8 +347,7 @@ class Session:
     def before_forward(self, model: nn.Module) -> None:
         if sync_weights(model, self._left_as[model]):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
-        if self.plan.stores_weights and torch.distributed.is_available() and torch.distributed.is_initialized():
-            note_weights(model)
+        lying.clear()
         if self.casting is not None:
             self._cast_where_it_is(model)
             self.casting.catch_up()

@@ -1,24 +1,24 @@
-"""Copies and pickles of initialized modules and optimizers: plain float32, of their own class, with nothing of ours.
+"""Copies and pickles of initialized models, weights and optimizers: plain float32, of their own class, with nothing of ours.
 
-``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
+A weight that is stored in lower precision is copied and pickled as a float32 parameter, whatever holds it: a module, an optimizer,
+a list. Only a model itself, which has a few attributes of ours, sees to its own copies.
 """
 
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import multiprocessing.context
 import weakref
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
-from ..casting.state import stored
-from ..dtypes import LOWER_PRECISION
-from .float32_values import lower_in
+from ..casting.tensors import cast_state
+from .float32_values import value_of
 
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
 
@@ -26,112 +26,97 @@ _METHODS = ("__deepcopy__", "__reduce_ex__")
 _PREFIX = "_ampkit_"
 
 
-def hand_out_plain_copies(module: nn.Module) -> None:
-    """Have deep copies and pickles of the module itself be plain; its submodules see to their own."""
-    ref = weakref.ref(module)
-    for name, function in zip(_METHODS, (_deepcopy, _reduce)):
-        module.__dict__[name] = functools.partial(function, ref)
-
-
-def take_off(module: nn.Module) -> None:
-    """Take everything away that this package has put on a module."""
-    attributes = module.__dict__
-    if INNER_FORWARD_KEY in attributes:
-        attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
-    for key, value in list(attributes.items()):
-        if key in _METHODS or key.startswith(_PREFIX):
-            del attributes[key]
-        elif key.endswith("_hooks") and isinstance(value, dict):
-            for number, hook in list(value.items()):
-                # torch wraps hooks of load_state_dict.
-                if getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}."):
-                    del value[number]
-                    module._forward_pre_hooks_with_kwargs.pop(number, None)
-
-
-def stand_in(module: nn.Module) -> nn.Module:
-    """A plain module that shares all but lower-precision weights with ``module``."""
-    plain = object.__new__(type(module))
-    attributes = plain.__dict__
-    for key, value in module.__dict__.items():
-        is_of_hooks = key.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict)
-        attributes[key] = value.copy() if is_of_hooks else value
-    take_off(plain)
-    float32 = {id(tensor): value for tensor, value in _float32_values(module)}
-    parameters = attributes["_parameters"]
-    attributes["_parameters"] = type(parameters)((name, float32.get(id(p), p)) for name, p in parameters.items())
-    attributes["_buffers"] = attributes["_buffers"].copy()
-    if isinstance(module, nn.RNNBase):
-        weights = [float32.get(id(weight), weight) for weight in module._flat_weights]
-        attributes["_flat_weights"] = weights
-        attributes["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
+def in_float32(param: nn.Parameter) -> nn.Parameter | None:
+    """What is copied and pickled in the place of a weight that is stored in lower precision."""
+    if (entry := value_of(param)) is None:
+        return None
+    plain = nn.Parameter(entry.current(param), param.requires_grad)
+    plain.__dict__.update(param.__dict__)
     return plain
 
 
-def _float32_values(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """(lower-precision parameter, what is copied in its place) for the module's own."""
-    return [(param, entry.in_copies(param)) for _, param, entry in lower_in(module)]
+def deep_copying(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __deepcopy__(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo and (plain := in_float32(self)) is not None:
+            memo[id(self)] = plain
+        return original(self, memo)
+
+    return __deepcopy__
+
+
+def pickling(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __reduce_ex__(self: nn.Parameter, protocol: int) -> Any:
+        plain = in_float32(self)
+        return original(self if plain is None else plain, protocol)
+
+    return __reduce_ex__
+
+
+def for_processes(param: nn.Parameter) -> Any:
+    """Pickle a parameter for another process, in shared memory, which has to live until a child that is being spawned has it."""
+    if (plain := in_float32(param)) is not None and (popen := multiprocessing.context.get_spawning_popen()) is not None:
+        vars(popen).setdefault("_ampkit_shared", []).append(plain)
+    return reduce_tensor(param if plain is None else plain)
+
+
+def no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
+    """A hook that does nothing: torch's TransformerEncoderLayer calls its parts, and not one kernel, where a part has a hook."""
+
+
+def hand_out_plain_copies(model: nn.Module) -> None:
+    """Have deep copies and pickles of a model have nothing of ours."""
+    for name, function in zip(_METHODS, (_deepcopy, _reduce)):
+        model.__dict__[name] = functools.partial(function, weakref.ref(model))
+
+
+def take_off(model: nn.Module) -> None:
+    """Take everything away that this package has put on a model."""
+    attributes = model.__dict__
+    if INNER_FORWARD_KEY in attributes:
+        attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
+    for key in [key for key in attributes if key in _METHODS or key.startswith(_PREFIX)]:
+        del attributes[key]
+    hooks = attributes["_forward_pre_hooks"]
+    for number in [number for number, hook in hooks.items() if hook is no_kernel_in_its_place]:
+        del hooks[number]
+
+
+def _without_ours(model: nn.Module) -> nn.Module:
+    """The model as it is without us, over the same tensors and modules."""
+    plain = object.__new__(type(model))
+    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
+    take_off(plain)
+    return plain
 
 
 def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    module = ref()
-    plain = stand_in(module)
-    for param, value in _float32_values(module):
-        _copy_as_one(param, value, memo)
-    if hasattr(type(plain), "__deepcopy__"):
-        twin = memo[id(module)] = type(plain).__deepcopy__(plain, memo)
-        copy._keep_alive(plain, memo)
-        return twin
-    return copy._reconstruct(module, memo, *plain.__reduce_ex__(4))
+    model = ref()
+    plain = _without_ours(model)
+    if not hasattr(type(plain), "__deepcopy__"):
+        return copy._reconstruct(model, memo, *plain.__reduce_ex__(4))
+    twin = memo[id(model)] = type(plain).__deepcopy__(plain, memo)
+    copy._keep_alive(plain, memo)
+    return twin
 
 
-def _copy_as_one(lower: nn.Parameter, value: nn.Parameter, memo: dict[int, Any]) -> None:
-    """One parameter for a weight and what stands for it, whichever of them the copy met first."""
-    if id(lower) not in memo:
-        memo[id(lower)] = copy.deepcopy(value, memo)
-    elif id(value) not in memo:  # the optimizer held the weight itself, and was copied before
-        twin = memo[id(value)] = memo[id(lower)]
-        twin.data = value.detach().clone()
-        copy._keep_alive(value, memo)
+def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
+    return _without_ours(ref()).__reduce_ex__(protocol)
 
 
 def hand_out_plain_state(optimizer: Any) -> None:
-    """Have copies and pickles of an optimizer over lower-precision weights hold the parameters that copies of the modules hold.
-
-    Moments become float32 as well: torch's optimizers cannot mix dtypes.
-    """
+    """Have copies of an optimizer over float32 copies of its weights have float32 moments: torch's cannot mix dtypes."""
     optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer))
 
 
 def _plain_state(ref: weakref.ref) -> Any:
     optimizer = ref()
     own = type(optimizer).__getstate__(optimizer)
-    if not isinstance(own, dict) or not {"state", "param_groups"} <= own.keys():
+    if not isinstance(own, dict) or "state" not in own:
         return own
-
-    def plain(thing: Any) -> Any:
-        if not isinstance(thing, torch.Tensor):
-            return thing
-        if (entry := stored.get(thing)) is not None:
-            return entry.in_copies(thing)
-        return thing.float() if thing.dtype in LOWER_PRECISION else thing
-
-    groups = [{**group, "params": [plain(param) for param in group["params"]]} for group in own["param_groups"]]
-    state = defaultdict(dict)
-    for key, moments in own["state"].items():
-        is_of_param = isinstance(key, torch.Tensor) and isinstance(moments, dict)
-        state[plain(key)] = {name: plain(moment) for name, moment in moments.items()} if is_of_param else moments
-    return {**own, "state": state, "param_groups": groups}
-
-
-def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
-    module = ref()
-    plain = stand_in(module)
-    # A process that is being spawned gets shared memory, which has to live until the child has opened it.
-    if (popen := multiprocessing.context.get_spawning_popen()) is not None:
-        vars(popen).setdefault("_ampkit_shared", []).append(plain._parameters)
-    function, arguments, *rest = plain.__reduce_ex__(protocol)
-    if function is copyreg.__newobj__ and arguments[0] is not type(module):
-        # pickle checks that __newobj__ gives an instance of the class it sees.
-        return (arguments[0].__new__, arguments, *rest)
-    return (function, arguments, *rest)
+    state = own["state"].copy()
+    for param, moments in state.items():
+        if isinstance(param, torch.Tensor) and isinstance(moments, dict):
+            state[param] = {**moments, **cast_state(moments, torch.float32)}
+    return {**own, "state": state}

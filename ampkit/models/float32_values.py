@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,27 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..kernels import joined
 
-LOANS_KEY = "_ampkit_loans"  # where a module of a cast model has the loans of its session
 
+@dataclass
+class Loan:
+    """A float32 parameter in the place of the weight ``lower``, as long as a script holds it.
 
-class Loan(NamedTuple):
-    """A float32 parameter that is lent out: ``lent``, with value and ``gradient`` of ``lower``, whose bits were ``before``."""
+    From its beginning to its end it is ``lent``, with the value and ``gradient`` of the weight, whose bits were ``before``.
+    """
 
     lower: Tensor
-    lent: Tensor
-    before: Tensor
-    gradient: Tensor | None
+    held: weakref.ref[Tensor]
+    lent: Tensor | None = None
+    before: Tensor | None = None
+    gradient: Tensor | None = None
+
+    def begin(self, lent: Tensor) -> None:
+        self.lent, self.before = lent, self.lower.detach().clone()
+        self.hand_gradient()
+
+    def hand_gradient(self) -> None:
+        put_gradient(self.lent, self.lower.grad)  # inside of a block it is in lower precision
+        self.gradient = self.lower.grad
 
 
 class Loans:
@@ -37,63 +48,48 @@ class Loans:
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, Loan] = {}
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # which save their weights in float32
-        # Parameters that were lent, and their weights.
-        self._held: dict[Float32Value, tuple[Tensor, weakref.ref[Tensor]]] = {}
 
     def forget(self) -> None:
         """Hold nothing any more: the session is over."""
         self._of.clear()
-        self._held.clear()
 
     def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
         """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
-        value, held = entry.current(lower), self.held_by_script(entry)
-        if held is None:
-            held = nn.Parameter(value, requires_grad=lower.requires_grad)
-            self._held[entry] = (lower, weakref.ref(held))
-            self._lend_held(entry, lower, held)
-        return held
+        value, lent = entry.current(lower), self.held_by_script(entry)
+        if lent is None:
+            lent = nn.Parameter(value, requires_grad=lower.requires_grad)
+            loan = self._of[entry] = Loan(lower, weakref.ref(lent))
+            loan.begin(lent)
+        return lent
 
     def held_by_script(self, entry: Float32Value) -> Tensor | None:
         """The parameter that was lent, if there still is one."""
-        return self._held[entry][1]() if entry in self._held else None
+        return self._of[entry].held() if entry in self._of else None
 
     def hand_gradient(self, entry: Float32Value) -> None:
         """Have the parameter that is lent hold the gradient of its weight, as it is now."""
-        if entry in self._of:
-            loan = self._of[entry]
-            put_gradient(loan.lent, loan.lower.grad)  # inside of a block it is in lower precision
-            self._of[entry] = loan._replace(gradient=loan.lower.grad)
+        if entry in self._of and self._of[entry].lent is not None:
+            self._of[entry].hand_gradient()
 
     def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
         """Take over what was written to the loan of one value, or of all. No rest may change while its value is lent.
 
         Raises `ConfigurationError` where a script has written to a weight too, unless it ``refuses`` nothing: then that counts.
         """
-        if not self._of or (entry is not None and entry not in self._of):
-            return
-        ended = dict(self._of) if entry is None else {entry: self._of[entry]}
-        for one in ended:
-            del self._of[one]
-        _take_back(ended, refuses)
+        if self._of and (entry is None or entry in self._of):
+            loans = self._of.items() if entry is None else [(entry, self._of[entry])]
+            _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
     def lend_again(self, entry: Float32Value | None = None) -> None:
         """Give parameters that a script still holds, of one value or of all, the values of now."""
-        for one in list(self._held) if entry is None else [entry] if entry in self._held else []:
-            lower, ref = self._held[one]
-            held = ref()
-            if held is None:
-                del self._held[one]
-            elif one not in self._of:
-                one.move_rest_beside(lower)
-                with torch.no_grad():
-                    held.data = joined(lower, one.rest)
-                    self._lend_held(one, lower, held)
-
-    def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
-        self._of[entry] = Loan(lower, held, lower.detach().clone(), None)
-        self.hand_gradient(entry)
+        for one in list(self._of) if entry is None else [entry] if entry in self._of else []:
+            loan = self._of[one]
+            if (held := loan.held()) is None:
+                del self._of[one]
+            elif loan.lent is None:
+                one.move_rest_beside(loan.lower)
+                held.data = joined(loan.lower.detach(), one.rest)
+                loan.begin(held)
 
 
 def put_gradient(param: Tensor, gradient: Tensor | None) -> None:
@@ -111,49 +107,36 @@ def forget_gradient(param: Tensor) -> None:
 
 
 @torch.no_grad()
-def _take_back(ended: dict[Float32Value, Loan], refuses: bool) -> None:
+def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
     """Write to weights and rests what scripts have written to the values that they were lent."""
-    written = []
-    for entry, loan in ended.items():
-        if loan.lent.grad is not loan.gradient:
-            put_gradient(loan.lower, loan.lent.grad)
-        written.append((entry, loan, _written(entry, loan)))
-    devices = {elements.device for _, _, elements in written}
-    flags = [torch.stack([elements.any() for _, _, elements in written if elements.device == one]) for one in devices]
-    if not any(bool(flag.any()) for flag in flags):
-        return
-    taken = [(entry, loan, elements & ~_written_apart(loan, elements)) for entry, loan, elements in written]
-    if refuses:
-        for (_, loan, elements), (*_, own) in zip(written, taken):
-            if not torch.equal(elements, own):
-                raise ConfigurationError(
-                    f"A weight of shape {tuple(loan.lower.shape)} and its float32 value (from ampkit.master_params) were both "
-                    "written to since the last forward or step, and now differ: one of the two writes would be lost. Write to one "
-                    "of them only, or call master_params again after writing to the weight."
-                )
-    for entry, loan, elements in taken:
-        entry.put_elements(loan.lower, loan.lent.detach(), elements)
-
-
-def _written(entry: Float32Value, loan: Loan) -> Tensor:
-    """Mark the elements of what was lent that differ from it now."""
-    before, now = loan.before, loan.lent.detach()
-    if now.shape != before.shape or now.dtype is not torch.float32:
-        raise ConfigurationError(
-            f"A float32 value of shape {tuple(before.shape)}, from ampkit.master_params, was made {now.dtype} of shape "
-            f"{tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
-        )
-    return joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
-
-
-def _written_apart(loan: Loan, written: Tensor) -> Tensor:
-    """Mark those of the elements ``written`` to in what was lent that have another new value in the weight."""
-    now, before = loan.lower.detach(), loan.before
-    if now.shape != before.shape or now.dtype is not before.dtype:
-        return torch.zeros_like(written)  # another weight is there by now, and stays as it is
-    now = now.to(before.device).view(torch.int16)
-    lent = loan.lent.detach().to(before.device, before.dtype).view(torch.int16)
-    return written & (now != before.view(torch.int16)) & (now != lent)
+    written: list[tuple[Float32Value, Tensor, Tensor, Tensor, Tensor]] = []
+    for entry, loan in ended:
+        lent, before, loan.lent, loan.before = loan.lent, loan.before, None, None
+        if lent.grad is not loan.gradient:
+            put_gradient(loan.lower, lent.grad)
+        if lent.shape != before.shape or lent.dtype is not torch.float32:
+            raise ConfigurationError(
+                f"A float32 value of shape {tuple(before.shape)}, from ampkit.master_params, was made {lent.dtype} of shape "
+                f"{tuple(lent.shape)}. Write values of the same shape to it, or to the model's weight."
+            )
+        value = lent.detach().to(before.device)
+        elements = joined(before, entry.rest).view(torch.int32) != value.view(torch.int32)
+        written.append((entry, loan.lower, before, value, elements))
+    # One read of each device; more only where something was written.
+    devices = {elements.device for *_, elements in written}
+    flags = [torch.stack([x.any() for *_, x in written if x.device == one]) for one in devices]
+    for entry, lower, before, value, elements in written if any(bool(flag.any()) for flag in flags) else ():
+        now = lower.detach().to(before.device)
+        if not elements.any() or now.shape != before.shape or now.dtype is not before.dtype:
+            continue  # another weight is there by now, and stays as it is
+        if any(torch.equal(now.view(torch.int16), one.view(torch.int16)) for one in (before, value.to(now.dtype))):
+            entry.write(lower, value, elements)
+        elif refuses:
+            raise ConfigurationError(
+                f"A weight of shape {tuple(lower.shape)} and its float32 value (from ampkit.master_params) were both written to "
+                "since the last forward or step, and now differ: one of the two writes would be lost. Write to one of them only, "
+                "or call master_params again after writing to the weight."
+            )
 
 
 @dataclass(eq=False)
@@ -167,7 +150,6 @@ class Float32Value:
     dtype: torch.dtype
     rest: Tensor | None = None
     was_made_float32: bool = False  # by ``model.float()``, which is refused; ``p.data = values`` is not
-    _in_copies: Callable[[], nn.Parameter | None] = lambda: None
     _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
 
     def move_rest_beside(self, lower: Tensor) -> None:
@@ -201,28 +183,20 @@ class Float32Value:
     def put(self, lower: Tensor, value: Tensor) -> None:
         """``value`` becomes the value: a write to ``lower`` that torch counts."""
         self.loans.end(self)
-        self._write(lower, value)
+        self.write(lower, value)
         self.loans.lend_again(self)
 
-    def _write(self, lower: Tensor, value: Tensor) -> None:
+    def write(self, lower: Tensor, value: Tensor, elements: Tensor | None = None) -> None:
+        """Have ``lower`` and its rest be these values. Of other ``elements`` the rest stays, beside 0 and inf too."""
         self.move_rest_beside(lower)
-        if self.rest is None:
+        if (rest := self.rest) is None:
             lower.copy_(value)
-        else:
-            kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
-
-    def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
-        """Take over elements of ``value``; a ``lower`` that has another shape by now stays as it is."""
-        if lower.shape != which.shape:
             return
-        which, value = which.to(lower.device), value.to(lower.device)
-        if self.rest is None:
-            lower.copy_(torch.where(which, value.to(lower.dtype), lower))
-            return
-        self.move_rest_beside(lower)
-        weights, rests = kernels.parted(value, lower.dtype)
-        lower.copy_(torch.where(which, weights, lower))  # the rest of any other element stays, beside 0 and inf too
-        self.rest.copy_(torch.where(which, rests, self.rest))
+        if elements is not None:
+            self.rest = rest.clone()
+        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
+        if elements is not None:
+            self.rest = rest.copy_(torch.where(elements.to(rest.device), self.rest, rest))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
@@ -240,25 +214,18 @@ class Float32Value:
             self.rest.zero_()
         self.loans.lend_again(self)
 
-    def in_copies(self, lower: Tensor) -> nn.Parameter:
-        """The parameter that is copied and pickled in the place of ``lower``: one for all, as long as it lives."""
-        value, found = self.current(lower), self._in_copies()
-        if found is None:
-            found = nn.Parameter(value)
-            self._in_copies = weakref.ref(found)
-        found.data = value
-        return found.requires_grad_(lower.requires_grad)
+
+def value_of(param: Tensor) -> Float32Value | None:
+    """The float32 value of a parameter that is stored in lower precision."""
+    entry = stored.get(param) if param.dtype in LOWER_PRECISION else None
+    return None if entry is None or entry.dtype is not param.dtype else entry
 
 
 def lower_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
-    """(name, lower-precision parameter, its float32 value) for the module's own parameters, if its weights were cast."""
-    loans = module.__dict__.get(LOANS_KEY)
-    for name, param in module._parameters.items() if loans is not None else ():
-        if isinstance(param, nn.Parameter) and param.dtype in LOWER_PRECISION:
-            if param not in stored:  # new since, and its own value
-                stored[param] = Float32Value(loans, param.dtype)
-            if (entry := stored[param]) is not None and entry.dtype is param.dtype:
-                yield name, param, entry
+    """(name, lower-precision parameter, its float32 value) for the module's own parameters."""
+    for name, param in module._parameters.items():
+        if param is not None and (entry := value_of(param)) is not None:
+            yield name, param, entry
 
 
 def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:

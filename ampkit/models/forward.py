@@ -29,7 +29,7 @@ from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import SharedPatches, Undo, shared_patch
 from ..registry import watchers
-from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, take_off
+from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, no_kernel_in_its_place, take_off
 from .float32_values import lower_entries
 
 CASTS_KEY = "_ampkit_casts"
@@ -112,17 +112,13 @@ def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> 
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
     """Make ``model`` cast as ``casts`` says, whichever way its forward is called; ``undo`` gives its class back."""
     if casts.is_kept:
-        model.register_forward_pre_hook(_no_kernel_in_its_place)
+        model.register_forward_pre_hook(no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = replace(casts)  # one of its own, by which `_run` knows it
     hand_out_plain_copies(model)
     stand_before(type(model), _METHODS, undo, _in_a_call)
-
-
-def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
-    """A hook that does nothing: torch's TransformerEncoderLayer calls its parts, and not one kernel, where a part has a hook."""
 
 
 def uninstall(model: nn.Module) -> None:

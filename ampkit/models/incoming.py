@@ -7,7 +7,7 @@ all. A session that takes over the models of an earlier one takes over its recor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,11 +69,11 @@ class Incoming:
             if not params and not buffers:
                 continue
             found.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
-            refuse_coming_apart(models, set(params), plan, {})
+            refuse_coming_apart(models, set(params), plan)
             self.widen_params(params, optimizers)
             for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)
-        self._flatten_again()
+        flatten(self._buffers)
         for optimizer in optimizers:
             for param, state in self._states(optimizer):
                 if id(param) in taken_over:
@@ -109,7 +109,7 @@ class Incoming:
         for param, (rest, lower, optimizer) in rests.items():
             param.data = lower
             optimizer.keep_rest(param, rest)
-        self._flatten_again()
+        flatten(self._buffers)
         self._dtypes.clear()
         self._buffers.clear()
 
@@ -126,12 +126,6 @@ class Incoming:
     def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter that came in lower precision and has state in the optimizer, and that state."""
         return ((param, state) for param, state in states_to_cast(optimizer) if param in self._dtypes)
-
-    def _flatten_again(self) -> None:
-        """Recurrent layers want their weights in one piece."""
-        for module in self._buffers:
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
 
 
 @contextmanager
@@ -202,6 +196,13 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
             )
     for line in lines if plan.verbosity >= 1 else ():
         logger.info(line)
+
+
+def flatten(modules: Iterable[nn.Module]) -> None:
+    """Have recurrent layers among the modules have their weights in one piece."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -5,8 +5,7 @@ Each step has its undo. Weights are cast in place: a parameter stays the same ob
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,11 @@ from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules
 from . import forward, sharded
-from .copies import take_off
-from .float32_values import LOANS_KEY, Float32Value, Loans, lower_entries, put_gradient
+from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
+from .incoming import flatten
 from .keep_fp32 import NOT_TRAINED, Kept
-from .records import go_by_values
+from .records import members
 from .shared_memory import refuse_coming_apart
 
 WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
@@ -45,39 +44,34 @@ def prepare_models(
     keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
     keeps_norms = bool(plan.keep_batchnorm_fp32)
     kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
+    chosen: dict[torch.Tensor, str] = {}
 
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
-        undo.callback(restore_weights, [weakref.ref(model) for model in models], loans, originals)
+        undo.callback(restore_weights, loans, originals)
     for index, model in enumerate(models if plan.stores_weights else ()):
         if not fsdp_modules(model):  # FSDP2 casts what it gathers
-            _cast_weights(model, plan, kept[index].why_kept if plan.casts_weights else _as_they_are, loans, originals)
-    refuse_coming_apart(models, originals.keys(), plan, {param: data for param, (data, _) in originals.items()})
-    if any(data.is_cpu and data.is_shared() for data, _ in originals.values()):
-        logger.warning(
-            "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
-            "O5, which leaves weights where they are.",
-            plan.opt_level,
-        )
+            why_kept = kept[index].why_kept if plan.casts_weights else lambda *_: "as it is"
+            chosen |= _to_cast(model, why_kept, loans)
+    refuse_coming_apart(models, chosen, plan)
+    _warn_of_losses(chosen, plan)
+    for param in chosen:
+        originals[param] = (param.data, param.grad)
+        stored[param] = _cast(param, plan, loans)
+    flatten(module for model in models if plan.stores_weights for module in model.modules())
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
 
 
-def _as_they_are(module: nn.Module, param: nn.Parameter) -> str:
-    """Keep float32 weights, beside others that came in lower precision, where the level casts none."""
-    return "as it is"
-
-
-def _cast_weights(model: nn.Module, plan: Plan, why_kept: WhyKept, loans: Loans, originals: Originals) -> None:
-    """Cast every parameter that is not kept, in place. Tied weights share one value, also between models."""
-    too_large: list[str] = []
+def _to_cast(model: nn.Module, why_kept: WhyKept, loans: Loans) -> dict[torch.Tensor, str]:
+    """Every parameter that is not kept, and its name. Tied weights share one value, also between models."""
+    chosen: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # has no weights here: see validation.py
+        # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
+        if isinstance(module, torch.jit.ScriptModule) or module in members:
             continue
-        if LOANS_KEY in module.__dict__:  # part of a model before
-            continue
-        go_by_values(module, loans)  # first, so that what fails halfway is undone
+        members[module] = loans
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
@@ -85,12 +79,21 @@ def _cast_weights(model: nn.Module, plan: Plan, why_kept: WhyKept, loans: Loans,
             if why is NOT_TRAINED:
                 stored[param] = None
             elif param not in stored and (why is None or param.dtype is not torch.float32):
-                originals[param] = (param.data, param.grad)
-                stored[param] = _cast(param, plan, loans)
-                if _exceeds(originals[param][0], param.dtype):
-                    too_large.append(f"{prefix}.{name}" if prefix else name)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+                chosen[param] = f"{prefix}.{name}" if prefix else name
+    return chosen
+
+
+def _warn_of_losses(chosen: dict[torch.Tensor, str], plan: Plan) -> None:
+    """Warn of values that float16 has not, and of weights that leave shared memory."""
+    if any(param.is_cpu and param.is_shared() for param in chosen):
+        logger.warning(
+            "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
+            "O5, which leaves weights where they are.",
+            plan.opt_level,
+        )
+    too_large = [
+        name for param, name in chosen.items() if plan.cast_model_type is torch.float16 and _is_too_large(param)
+    ]
     if too_large:
         logger.warning(
             "%s holds values above 65504, the largest that float16 has (%d tensors do): they are that now. Use bfloat16 (O5), or "
@@ -98,6 +101,10 @@ def _cast_weights(model: nn.Module, plan: Plan, why_kept: WhyKept, loans: Loans,
             printable(too_large[0]),
             len(too_large),
         )
+
+
+def _is_too_large(param: torch.Tensor) -> bool:
+    return not param.is_meta and bool((param.isfinite() & (param.abs() > torch.finfo(torch.float16).max)).any())
 
 
 def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
@@ -115,22 +122,13 @@ def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
     return entry
 
 
-def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether there are finite values for which ``dtype`` has none. Of bfloat16 there are next to none."""
-    if dtype is not torch.float16 or original.is_meta:
-        return False
-    return bool((original.isfinite() & (original.abs() > torch.finfo(dtype).max)).any())
-
-
-def restore_weights(references: Iterable[weakref.ref[nn.Module]], loans: Loans, originals: Originals) -> None:
-    """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours.
+def restore_weights(loans: Loans, originals: Originals) -> None:
+    """Undo the casts: the same parameter objects, float32, with the values that are behind them.
 
     Of models that are gone, and of layers that a script has taken out, what is still there.
     """
-    ours = [(param, entry) for param, entry in stored.items() if entry is not None and entry.loans is loans]
-    models = [model for ref in references if (model := ref()) is not None]
-    parts = dict.fromkeys([*loans.modules, *(part for model in models for part in model.modules())])
-    entries = dict([*(pair for model in models for pair in lower_entries(model)), *ours])
+    entries = {param: entry for param, entry in stored.items() if entry is not None and entry.loans is loans}
+    parts = [module for module, own in members.items() if own is loans]
 
     def restore(param: torch.Tensor, entry: Float32Value) -> None:
         value = entry.current(param) if param.dtype is entry.dtype else param.detach().float()
@@ -142,14 +140,14 @@ def restore_weights(references: Iterable[weakref.ref[nn.Module]], loans: Loans, 
         param.grad = gradient.to(param.dtype) if fits else None
 
     def forget(module: nn.Module) -> None:
-        take_off(module)
+        del members[module]
         for param in module.parameters(recurse=False):
             stored.pop(param, None)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
 
     restored = ((restore, *pair) for pair in entries.items())
-    run_all([(loans.end, None, False), *restored, *((forget, part) for part in parts), (loans.forget,)])
+    run_all(
+        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.forget,)]
+    )
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:

@@ -1,23 +1,30 @@
 """How the modules of a cast model save, load and take over the float32 values of their weights.
 
-A value is found by its weight (`stored`) and not by a name, and every module has the `Loans` of its session in its ``__dict__``, so
-that no session has to be known.
+A value is found by its weight (`stored`) and not by a name. Nothing hangs on a module: torch's own methods are patched, for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..casting.state import stored
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import Reference
-from .copies import hand_out_plain_copies
-from .float32_values import LOANS_KEY, Float32Value, Loans, lower_in
+from .float32_values import Float32Value, Loans, lower_in
+
+#: The modules of models that store weights in lower precision, and the loans of their sessions.
+members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
 
 
 class LeftAs(NamedTuple):
@@ -34,43 +41,44 @@ def parameters_now(model: nn.Module) -> list[LeftAs]:
     return [LeftAs(Reference(param), param.dtype, stored.get(param)) for param in every]
 
 
-def go_by_values(module: nn.Module, loans: Loans) -> None:
-    """Have what is saved of the module, loaded into it and copied be float32."""
-    module.__dict__[LOANS_KEY] = loans
-    loans.modules.add(module)
-    module.register_state_dict_post_hook(_save_float32_values)
-    module.register_load_state_dict_pre_hook(_take_float32_values)
-    hand_out_plain_copies(module)
+def saving(original: Callable) -> Callable:
+    """``state_dict()`` has copies of the float32 values; as parameters with ``keep_vars=True``."""
+
+    @functools.wraps(original)
+    def _save_to_state_dict(self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
+        original(self, destination, prefix, keep_vars)
+        for name, lower, entry in lower_in(self):
+            key = prefix + name
+            destination[key] = entry.in_state_dict(lower, destination, key, keep_vars)
+
+    return _save_to_state_dict
 
 
-def _save_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """state_dict() has copies of the float32 values; as parameters with ``keep_vars=True``."""
-    for name, lower, entry in lower_in(module):
-        key = prefix + name
-        if (saved := state_dict.get(key)) is not None:
-            state_dict[key] = entry.in_state_dict(lower, state_dict, key, as_parameter=saved is lower)
-
-
-def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metadata: dict, *_: object) -> None:
-    """load_state_dict() reaches weights and rests; torch then finds each weight's own memory, from which it copies nothing.
+def loading(original: Callable) -> Callable:
+    """``load_state_dict()`` reaches weights and rests.
 
     Values in lower precision are left to torch: a write like any other, after which what was there before may be put back.
     """
-    if metadata.get("assign_to_params_buffers"):
-        raise ConfigurationError(
-            "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
-            "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
-            "initialize()."
-        )
-    for name, tensor, entry in lower_in(module):
-        loaded = state_dict.get(prefix + name)
-        entry.loans.end(entry)  # what was written to a loan before is older
-        if not isinstance(loaded, torch.Tensor) or loaded.shape != tensor.shape or not loaded.is_floating_point():
-            continue
-        if loaded.dtype is not tensor.dtype:
-            entry.put(tensor, loaded)
-            # A state_dict() of the caller's is not touched: load_state_dict hands on a copy.
-            state_dict[prefix + name] = tensor.detach()
+
+    @functools.wraps(original)
+    def _load_from_state_dict(self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers") and self in members:
+            raise ConfigurationError(
+                "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
+                "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
+                "initialize()."
+            )
+        entries = list(lower_in(self))
+        for _, _, entry in entries:
+            entry.loans.end(entry)  # what was written to a loan before is older
+        original(self, state_dict, prefix, metadata, *args)
+        for name, tensor, entry in entries:
+            loaded = state_dict.get(prefix + name)
+            if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
+                if loaded.dtype is not tensor.dtype:
+                    entry.put(tensor, loaded)
+
+    return _load_from_state_dict
 
 
 def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
@@ -78,7 +86,7 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
 
     Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
     """
-    if (loans := model.__dict__.get(LOANS_KEY)) is not None:
+    if (loans := members.get(model)) is not None:
         loans.end()
         loans.lend_again()
     assigned, changed = [], []
@@ -104,14 +112,19 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
     return bool(assigned)
 
 
-def _join(whole: nn.Module, _: str, part: nn.Module | None) -> None:
-    """Have modules that become part of an initialized model, such as parametrizations, save what came from it in float32."""
-    loans = whole.__dict__.get(LOANS_KEY)
-    if loans is None or part is None:
+def join(whole: nn.Module, _: str, part: Any) -> None:
+    """Have lower-precision parameters that become part of an initialized model, as of a parametrization, have float32 values."""
+    loans = members.get(whole) if members else None
+    if loans is None:
         return
-    for module in part.modules():
-        if LOANS_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
-            go_by_values(module, loans)
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if not isinstance(module, torch.jit.ScriptModule):
+            members.setdefault(module, loans)
+            for name, param in module._parameters.items():
+                join(module, name, param)
+    if isinstance(part, nn.Parameter) and part.dtype in LOWER_PRECISION:
+        stored.setdefault(part, Float32Value(loans, part.dtype))
 
 
-register_module_module_registration_hook(_join)
+register_module_module_registration_hook(join)
+register_module_parameter_registration_hook(join)

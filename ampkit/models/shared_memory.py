@@ -5,8 +5,7 @@ Another dtype takes memory of its own, so they would come apart, as in torch's o
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -16,41 +15,35 @@ from ..errors import ConfigurationError
 from ..logs import logger
 
 
-def refuse_coming_apart(
-    models: Sequence[nn.Module], leaving: Collection[Tensor], plan: Any, before: Mapping[Tensor, Tensor]
-) -> None:
-    """Refuse parameters in ``leaving`` that share memory with another one. Scripts of Apex's are warned: it took them apart.
+def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor], plan: Any) -> None:
+    """Refuse parameters in ``leaving`` that lie between the ends of another one.
 
-    ``before`` has what parameters held that have left already.
+    Scripts of Apex's are warned: it took them apart.
     """
-    lying: list[tuple[int, int, str, Tensor, Tensor]] = []
+    lying: list[tuple[int, int, str, Tensor]] = []
     for number, model in enumerate(models):
         for name, param in model.named_parameters():
-            data = before.get(param, param)
-            if type(param) is nn.Parameter and torch._C._has_storage(data) and data.data_ptr():
-                lying.append((data.data_ptr(), number, name, param, data))
+            if type(param) is nn.Parameter and torch._C._has_storage(param) and param.data_ptr():
+                name = f"model {number}: {name}" if len(models) > 1 else name
+                lying.append((param.data_ptr(), _end(param), name, param))
     lying.sort(key=lambda one: one[0])
-    furthest = lying[:1]
-    for first, second in itertools.pairwise(lying):
-        for begin, number, name, param, data in (first, *furthest):
-            next_begin, next_number, next_name, other, next_data = second
-            overlap = begin == next_begin or (_is_dense(data, next_data) and begin + data.nbytes > next_begin)
-            if param is other or not overlap or (param not in leaving and other not in leaving):
-                continue
-            of = ("", "") if number == next_number else (f"model {number}: ", f"model {next_number}: ")
-            found = (
-                f"'{of[0]}{name}' and '{of[1]}{next_name}' are two parameters over the same memory, and would come apart where "
-                f"{plan.opt_level} changes their dtype. Let both places use one parameter, as in F.linear(x, encoder.weight.t()); "
-                "or use O1, O4 or O5 with a model in float32, which leave weights where they are."
-            )
-            if plan.policy.base != "apex":
-                raise ConfigurationError(found)
-            logger.warning(found)
-            break
-        if _is_dense(second[-1]) and second[0] + second[-1].nbytes > furthest[0][0] + furthest[0][-1].nbytes:
-            furthest = [second]
+    furthest = None
+    for begin, end, name, param in lying:
+        if furthest is not None and begin < furthest[1] and param is not furthest[3]:
+            if param in leaving or furthest[3] in leaving:
+                found = (
+                    f"'{furthest[2]}' and '{name}' are two parameters over the same memory, and would come apart where "
+                    f"{plan.opt_level} changes their dtype. Let both places use one parameter, as in F.linear(x, "
+                    "encoder.weight.t()); or use O1, O4 or O5 with a model in float32, which leave weights where they are."
+                )
+                if plan.policy.base != "apex":
+                    raise ConfigurationError(found)
+                logger.warning(found)
+        if furthest is None or end > furthest[1]:
+            furthest = begin, end, name, param
 
 
-def _is_dense(*views: Tensor) -> bool:
-    """Whether each view takes its memory without gaps: others may lie in them."""
-    return all(sum((n - 1) * step for n, step in zip(x.shape, x.stride())) + 1 == x.numel() for x in views)
+def _end(param: Tensor) -> int:
+    """The address behind the last element."""
+    steps = sum((size - 1) * step for size, step in zip(param.shape, param.stride()))
+    return param.data_ptr() + (steps + 1) * param.element_size()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,9 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
+from .copies import deep_copying, for_processes, pickling
 from .float32_values import lower_entries
+from .records import loading, saving
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -35,21 +37,20 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-#: Weights of each model that are stored in lower precision, by the address of their storage.
-_lying: weakref.WeakKeyDictionary[nn.Module, dict[int, list[Reference]]] = weakref.WeakKeyDictionary()
-
-
-def note_weights(model: nn.Module) -> None:
-    """Have stored weights of a model be found where they lie now."""
-    lying = _lying[model] = {}
-    for weight, _ in lower_entries(model):
-        lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
+#: Weights that are stored in lower precision, by the address of their storage: where they lay at the first collective after a
+#: forward, which clears this.
+lying: dict[int, list[Reference]] = {}
 
 
 def _patch(patches: PatchSet) -> None:
     average = swa_utils.AveragedModel
     patches.set(average, "update_parameters", _averaging(average.update_parameters))
     patches.set(torch, "_foreach_lerp_", _towards_float32_values(torch._foreach_lerp_))
+    patches.set(nn.Module, "_save_to_state_dict", saving(nn.Module._save_to_state_dict))
+    patches.set(nn.Module, "_load_from_state_dict", loading(nn.Module._load_from_state_dict))
+    patches.set(nn.Parameter, "__deepcopy__", deep_copying(nn.Parameter.__deepcopy__))
+    patches.set(nn.Parameter, "__reduce_ex__", pickling(nn.Parameter.__reduce_ex__))
+    patches.set(ForkingPickler._extra_reducers, nn.Parameter, for_processes)
     patches.set(ParametrizationList, "__init__", _parametrizing(ParametrizationList.__init__))
     if not torch.distributed.is_available():
         return
@@ -96,8 +97,12 @@ def _clear_rests(written: Any) -> None:
         for part in written:
             _clear_rests(part)
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
+        if not lying:
+            for weight, entry in stored.items():
+                if entry is not None:
+                    lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
         place = written.untyped_storage().data_ptr()
-        for weight in [ref() for lying in _lying.values() for ref in lying.get(place, ())]:
+        for weight in [ref() for ref in lying.get(place, ())]:
             if weight is None or weight not in stored or weight.untyped_storage().data_ptr() != place:
                 continue
             begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps

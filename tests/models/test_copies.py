@@ -149,14 +149,6 @@ def test_copy_and_original_share_nothing(copied, level):
 
 
 @EACH_LEVEL
-def test_copy_outlives_close(copied, level):
-    model, _ = trained_a_little(level)
-    twin = copied(model.eval())
-    ampkit.close()
-    assert torch.equal(twin(X), model(X))
-
-
-@EACH_LEVEL
 def test_copy_trains_with_a_plain_optimizer(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model)
@@ -200,14 +192,6 @@ def test_copy_can_be_initialized(level, second):
     assert_same_values(twin.state_dict(), trained)
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
     assert twin.eval()(X).shape == (3, 2)
-
-
-@EACH_LEVEL
-def test_copy_of_a_copy_is_a_copy(copied, level):
-    model, _ = trained_a_little(level)
-    twin = copied(copied(model))
-    assert_same_values(twin.state_dict(), values(model))
-    assert_plain(twin)
 
 
 def test_copy_made_after_a_write_to_a_master_and_to_a_weight_has_both(copied):
@@ -321,16 +305,6 @@ def test_part_copied_alone_is_plain(copied):
         part = copied(model.get_submodule(name))
         assert_plain(part)
         assert_same_values(part.state_dict(), values(model.get_submodule(name)))
-
-
-def test_model_born_in_bfloat16_copies_as_float32(copied):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16()
-    born = {name: value.float() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    twin = copied(model)
-    assert_plain(twin)
-    assert_same_values(twin.state_dict(), born)
 
 
 @pytest.mark.parametrize("level", ("O2", "O3"))
