@@ -27,3 +27,8 @@ def has_instructions_for(dtype: torch.dtype) -> bool:
     """
     name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return not torch.backends.mkldnn.is_available() or getattr(torch.ops.mkldnn, name)()
+
+
+def computes_slowly_in(dtype: torch.dtype) -> bool:
+    """Whether all that there is is a processor without instructions for products in float16 or bfloat16."""
+    return not torch.accelerator.is_available() and not has_instructions_for(dtype)

@@ -348,7 +348,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
     standing = list(seen.standstill.reasons(models))
-    none = "none seen" + " besides what is not trained" * bool(standing)
+    none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),

@@ -183,7 +183,7 @@ class ScriptFinder(Finder):
         elif culprit.kind == OVERFLOW:
             change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
             hint = f"{change}float32 for the function, or {hint}"
-        cures = (Cure(f"not tried: {hint}"),) if hint else ()
+        cures = (Cure(hint if is_of_model else f"not tried: {hint}"),) if hint else ()
         note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
         if self._in_a_row == self._after:
             stopped = f"stopped   after {self._after} such backward passes in a row (--after {self._after})"

@@ -137,7 +137,10 @@ class Standstill:
             param for params in own for param in params if param not in self._steps and not self._has_moved(param)
         }
         frozen = {param for param in others if not param.requires_grad}
-        yield "no optimizer that stepped holds them: make it over model.parameters(), last", others - frozen
+        yield (
+            "no optimizer that stepped holds them: make it over model.parameters() when all layers are there",
+            others - frozen,
+        )
         yield "requires_grad is False; requires_grad_(True) trains them", frozen
         for why, counts in self._why.items():
             always = {param for param, count in counts.items() if count == self._steps[param]}

@@ -395,7 +395,7 @@ for _ in range(9):
     found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
     assert {line.partition(":")[0] for line in found} == set(expected), lines
     assert all(words in next(line for line in found if line.startswith(names)) for names, words in expected.items())
-    assert code == 0 and row(lines, "mistake") == "none seen" + " besides what is not trained" * bool(expected)
+    assert code == 0 and row(lines, "mistake") == "none seen" + ", but see what is not trained" * bool(expected)
 
 
 def test_weights_in_float64_are_said_to_be_so(check):

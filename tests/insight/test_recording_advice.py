@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.insight.record import advice as advice_of
+from ampkit.insight.record import recorder
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -112,7 +114,8 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("case", ADVICE, ids=lambda case: case.__name__)
-def test_advice_names_line_figure_and_change(case):
+def test_advice_names_line_figure_and_change(case, monkeypatch):
+    monkeypatch.setattr(advice_of, "computes_slowly_in", lambda dtype: False)
     found, change = ADVICE[case]
     record = recorded(case())
     advice = record.advice
@@ -124,6 +127,17 @@ def test_advice_names_line_figure_and_change(case):
     assert [one.gain for one in advice] == sorted((one.gain for one in advice), reverse=True)
     words = " ".join(str(record).split())
     assert all(part in words for part in (one.site, one.found, one.change))
+
+
+def test_lower_precision_is_not_advised_where_it_is_slow(monkeypatch):
+    asked = []
+    for module in (advice_of, recorder):
+        monkeypatch.setattr(module, "computes_slowly_in", lambda dtype: asked.append(dtype) or True)
+    in_float32, x = recorded(all_in_float32()), torch.randn(8, 8, dtype=torch.bfloat16)
+    in_bfloat16 = recorded(lambda: x @ x)
+    assert asked == 2 * [torch.bfloat16] and (in_float32.advice, in_float32.notes, in_bfloat16.advice) == ([], [], [])
+    (note,) = in_bfloat16.notes
+    assert note.startswith("this processor has no instructions for products in bfloat16") and 'opt_level="O0"' in note
 
 
 def test_operators_have_the_names_of_their_methods():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...devices import computes_slowly_in
 from .data import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
@@ -26,7 +27,8 @@ def _float32_products(record: Rows) -> Iterator[Advice]:
         change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
         has_float64 = any(row.flops and row.dtype is torch.float64 for row in record.calls)
         found = "every matrix product computes in float32" + " or float64" * has_float64
-        yield Advice(share / 2, "", found, change)
+        if not computes_slowly_in(torch.bfloat16):
+            yield Advice(share / 2, "", found, change)
         return
     for (function, reason), own in _alike(rows, lambda row: (row.function, _forward_reason(record, row))):
         share = sum(map(record.share_of_flops, own))

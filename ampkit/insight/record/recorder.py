@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...casting.cache import CastCaches
+from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
 from ...events import Listener, is_stepping, listening, steps
 from ...patching import PatchSet, Undo
@@ -34,6 +35,9 @@ from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX
+_SLOW = (
+    'this processor has no instructions for products in {}, which take many times as long as in float32: opt_level="O0"'
+)
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
 
 
@@ -272,6 +276,8 @@ class Recorder(Watch):
             notes=self._notes,
         )
         record.advice = advise(record)
+        if record.lower_precision is not None and computes_slowly_in(record.lower_precision):
+            record.notes.append(_SLOW.format(short(record.lower_precision)))
         return record
 
 

@@ -111,10 +111,10 @@ class Tuning:
     @property
     def reason(self) -> str:
         row, plain = self.recommended, self.rows[FLOAT32]
-        words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
-        words[0] += f" (float32 {_mib(plain)})."
+        words = [f"{row.way}: no other way is faster, {_mib(row)} MiB."]
         if row is not plain:
-            words.append(f"I{self._distances(row)[1:]}.")
+            words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
+            words[0] += f" (float32 {_mib(plain)}). I{self._distances(row)[1:]}."
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
         faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
