@@ -221,12 +221,12 @@ def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
-        for name, _, param, dtype in gathered(model):
-            is_kept = not plan.casts_weights or param in kept.parameters
+        for shard in gathered(model):
+            dtype, is_kept = shard.dtype, not plan.casts_weights or shard.param in kept.parameters
             wanted = torch.float32 if is_kept else plan.cast_model_type
             casts_either = plan.has_narrow_results and not plan.casts_weights and dtype is plan.lower_precision
-            if param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
-                raise ConfigurationError(_policy_line(name, dtype, wanted, is_kept, plan))
+            if shard.param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
+                raise ConfigurationError(_policy_line(shard.name, dtype, wanted, is_kept, plan))
         if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
             raise ConfigurationError(
                 "The sharded model is in lower precision and has run forward already, which has settled what FSDP2 gathers and "
