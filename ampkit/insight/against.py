@@ -76,7 +76,9 @@ def compare(iteration: Callable[[], Any]) -> Comparison:
     off = sum(float((grad - exact).square().sum()) for grad, exact in shadows.gradients) ** 0.5
     size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
     of_each = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
-    rows = tuple(sorted(shadows.rows.values(), key=lambda row: -row.excess))
+    rows = tuple(
+        sorted(shadows.rows.values(), key=lambda row: -row.excess if row.excess == row.excess else -float("inf"))
+    )
     return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, of_each, rows)
 
 

@@ -31,7 +31,7 @@ ONE_ROW = "a deviation of one element"
 HINTS = {
     KERNEL: "compute the function in float32, or with another version of torch, and report it",
     OVERFLOW: "bring its input down: clamp it, or divide before the function; torch.softmax and logsumexp subtract the largest",
-    DIVISION: "keep the divisor from 0: clamp(min=eps), or eps inside of the square root",
+    DIVISION: "keep the divisor from 0, or what a root is taken of, before it: x.clamp(min=eps).sqrt()",
     LOG: "keep its input from 0: clamp(min=eps), log_softmax or logsigmoid; torch.where does not stop the gradient",
     DIFFERENCE: "leave at least one element of each row unmasked",
     PRODUCT: "mask with torch.where, which multiplies nothing",

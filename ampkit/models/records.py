@@ -54,6 +54,28 @@ def saving(original: Callable) -> Callable:
     return _save_to_state_dict
 
 
+def saving_past_torch(original: Callable) -> Callable:
+    """The same for ``state_dict()`` of a module whose class writes what it saves by itself, past torch's method."""
+
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        saved = original(self, *args, **kwargs)
+        if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            given = {
+                "prefix": "",
+                "keep_vars": False,
+                **dict(zip(("destination", "prefix", "keep_vars"), args)),
+                **kwargs,
+            }
+            prefix, keep_vars = given["prefix"], given["keep_vars"]
+            for name, lower, entry in lower_in(self):
+                if getattr(saved.get(prefix + name), "dtype", None) is lower.dtype:
+                    saved[prefix + name] = entry.in_state_dict(lower, saved, prefix + name, keep_vars)
+        return saved
+
+    return state_dict
+
+
 def loading(original: Callable) -> Callable:
     """``load_state_dict()`` reaches weights and rests.
 

@@ -16,7 +16,7 @@ from ..logs import logger
 
 
 def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor], plan: Any) -> None:
-    """Refuse parameters in ``leaving`` that lie between the ends of another one.
+    """Refuse parameters in ``leaving`` that share memory with another one.
 
     Scripts of Apex's are warned: it took them apart.
     """
@@ -44,6 +44,6 @@ def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor],
 
 
 def _end(param: Tensor) -> int:
-    """The address behind the last element."""
+    """The address behind the last element; of a view with gaps, in which others may lie, behind the first."""
     steps = sum((size - 1) * step for size, step in zip(param.shape, param.stride()))
-    return param.data_ptr() + (steps + 1) * param.element_size()
+    return param.data_ptr() + (param.nbytes if steps + 1 == param.numel() else param.element_size())

@@ -27,7 +27,7 @@ from ..patching import PatchSet, Reference, SharedPatches, shared_patch
 from ..registry import watchers
 from .copies import deep_copying, for_processes, pickling
 from .float32_values import lower_entries
-from .records import loading, saving
+from .records import loading, saving, saving_past_torch
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -47,6 +47,7 @@ def _patch(patches: PatchSet) -> None:
     patches.set(average, "update_parameters", _averaging(average.update_parameters))
     patches.set(torch, "_foreach_lerp_", _towards_float32_values(torch._foreach_lerp_))
     patches.set(nn.Module, "_save_to_state_dict", saving(nn.Module._save_to_state_dict))
+    patches.set(nn.Module, "state_dict", saving_past_torch(nn.Module.state_dict))
     patches.set(nn.Module, "_load_from_state_dict", loading(nn.Module._load_from_state_dict))
     patches.set(nn.Parameter, "__deepcopy__", deep_copying(nn.Parameter.__deepcopy__))
     patches.set(nn.Parameter, "__reduce_ex__", pickling(nn.Parameter.__reduce_ex__))
@@ -98,9 +99,11 @@ def _clear_rests(written: Any) -> None:
             _clear_rests(part)
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
         if not lying:
+            found: dict[int, list[Reference]] = {}
             for weight, entry in stored.items():
                 if entry is not None:
-                    lying.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
+                    found.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
+            lying.update(found)  # at once: another thread may look
         place = written.untyped_storage().data_ptr()
         for weight in [ref() for ref in lying.get(place, ())]:
             if weight is None or weight not in stored or weight.untyped_storage().data_ptr() != place:

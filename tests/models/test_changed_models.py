@@ -174,6 +174,20 @@ def test_weight_that_a_new_module_took_is_saved_in_float32_at_once(taken, save):
     assert torch.equal(saved, expected)
 
 
+class SavedByItself(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+
+
+def test_a_layer_that_writes_what_it_saves_by_itself_is_saved_in_float32():
+    model = nn.Sequential(SavedByItself(4, 6, bias=False), nn.Linear(6, 2))
+    expected = model[0].weight.detach().clone()
+    o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model[0].weight.dtype is torch.bfloat16 and not torch.equal(expected, expected.bfloat16().float())
+    for saved in (model.state_dict()["0.weight"], model[0].state_dict(prefix="0.")["0.weight"]):
+        assert saved.dtype is torch.float32 and torch.equal(saved, expected)
+
+
 @pytest.mark.parametrize("since", (False, True), ids=("hook from before", "hook since"))
 def test_values_under_keys_that_a_hook_renames_are_loaded_in_float32(since):
     model, values = make_net(), {"old": torch.full((6, 4), 1 + 2.0**-20)}

@@ -82,9 +82,8 @@ SHARED = [
     parameter_over_a_view,
     rows_of_another,
     part_of_a_bias,
-    interleaved_columns,
 ]
-APART = [columns_of_one_tensor, flat_buffer, one_parameter_twice]
+APART = [columns_of_one_tensor, interleaved_columns, flat_buffer, one_parameter_twice]
 
 
 def named(function):
@@ -143,7 +142,7 @@ def test_where_their_dtype_would_change_they_are_refused_and_stay_where_they_wer
 
 @pytest.mark.parametrize("level, dtype", [(STORED_BF16, torch.float32), ("O5", torch.bfloat16)])
 @pytest.mark.parametrize("tie", APART, ids=named)
-def test_parameters_that_lie_beside_each_other_are_taken(tie, level, dtype):
+def test_parameters_that_share_no_element_are_taken(tie, level, dtype):
     model, optimizer = built(tie, dtype)
     ampkit.initialize(model, optimizer, **at(level, verbosity=0))
 

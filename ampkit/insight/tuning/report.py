@@ -100,10 +100,13 @@ class Tuning:
             return f"it loses {percent(row.lost_updates)} of the updates"
         return None
 
+    def _time(self, row: Row) -> float:
+        return row.ratio(self.rows[FLOAT32])
+
     @property
     def recommended(self) -> Row:
         fit = [row for row in self.rows.values() if self.why_not(row) is None]
-        fastest = min(fit, key=lambda row: row.quartiles[1])
+        fastest = min(fit, key=self._time)
         alike = [row for row in fit if row.ratio(fastest) <= ALIKE]
         least = min(row.peak_bytes or 0 for row in alike)
         return next(row for row in alike if (row.peak_bytes or 0) <= ALIKE * least)
@@ -113,10 +116,10 @@ class Tuning:
         row, plain = self.recommended, self.rows[FLOAT32]
         words = [f"{row.way}: no other way is faster, {_mib(row)} MiB."]
         if row is not plain:
-            words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
+            words = [f"{row.way}: {1 / self._time(row):.2f} times as fast as float32, {_mib(row)} MiB"]
             words[0] += f" (float32 {_mib(plain)}). I{self._distances(row)[1:]}."
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
-        faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
+        faster = [f"{other.way}, {why}" for other, why in out if why and self._time(other) < self._time(row)]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
         return " ".join(words)
 
