@@ -307,11 +307,8 @@ class _Products:
             return "no matrix product that a level casts"
         lines = []
         for (size, is_rows), flops in self.off.most_common(4):
-            words = (
-                f"{size} rows"
-                if is_rows
-                else f"{size} in {', '.join(map(collapsed, self.paths[size, False].values()))}"
-            )
+            of = "" if is_rows else ", ".join(map(collapsed, self.paths[size, False].values()))
+            words = f"{size} rows" if is_rows else f"{size} in {of}"
             share = percent(flops / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
         return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))

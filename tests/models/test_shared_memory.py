@@ -76,13 +76,7 @@ def one_parameter_twice(model):
     model.again.weight = model.encoder.weight
 
 
-SHARED = [
-    transposed_data,
-    parameter_over_a_transpose,
-    parameter_over_a_view,
-    rows_of_another,
-    part_of_a_bias,
-]
+SHARED = [transposed_data, parameter_over_a_transpose, parameter_over_a_view, rows_of_another, part_of_a_bias]
 APART = [columns_of_one_tensor, interleaved_columns, flat_buffer, one_parameter_twice]
 
 
