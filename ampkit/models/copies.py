@@ -30,9 +30,7 @@ def in_float32(param: nn.Parameter) -> nn.Parameter | None:
     """What is copied and pickled in the place of a weight that is stored in lower precision."""
     if (entry := value_of(param)) is None:
         return None
-    plain = nn.Parameter(entry.current(param), param.requires_grad)
-    plain.__dict__.update(param.__dict__)
-    return plain
+    return nn.Parameter(entry.current(param), param.requires_grad)
 
 
 def deep_copying(original: Callable) -> Callable:
@@ -48,8 +46,10 @@ def deep_copying(original: Callable) -> Callable:
 def pickling(original: Callable) -> Callable:
     @functools.wraps(original)
     def __reduce_ex__(self: nn.Parameter, protocol: int) -> Any:
-        plain = in_float32(self)
-        return original(self if plain is None else plain, protocol)
+        if (plain := in_float32(self)) is None:
+            return original(self, protocol)
+        plain.__dict__.update(self.__dict__)  # which torch pickles, and does not copy
+        return original(plain, protocol)
 
     return __reduce_ex__
 

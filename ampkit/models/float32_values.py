@@ -125,18 +125,21 @@ def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
     # One read of each device; more only where something was written.
     devices = {elements.device for *_, elements in written}
     flags = [torch.stack([x.any() for *_, x in written if x.device == one]) for one in devices]
+    taken = []
     for entry, lower, before, value, elements in written if any(bool(flag.any()) for flag in flags) else ():
         now = lower.detach().to(before.device)
         if not elements.any() or now.shape != before.shape or now.dtype is not before.dtype:
             continue  # another weight is there by now, and stays as it is
         if any(torch.equal(now.view(torch.int16), one.view(torch.int16)) for one in (before, value.to(now.dtype))):
-            entry.write(lower, value, elements)
+            taken.append((entry, lower, value, elements))
         elif refuses:
             raise ConfigurationError(
                 f"A weight of shape {tuple(lower.shape)} and its float32 value (from ampkit.master_params) were both written to "
                 "since the last forward or step, and now differ: one of the two writes would be lost. Write to one of them only, "
                 "or call master_params again after writing to the weight."
             )
+    for entry, *what in taken:  # nothing, where one is refused
+        entry.write(*what)
 
 
 @dataclass(eq=False)

@@ -61,16 +61,11 @@ def saving_past_torch(original: Callable) -> Callable:
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         saved = original(self, *args, **kwargs)
         if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
-            given = {
-                "prefix": "",
-                "keep_vars": False,
-                **dict(zip(("destination", "prefix", "keep_vars"), args)),
-                **kwargs,
-            }
-            prefix, keep_vars = given["prefix"], given["keep_vars"]
+            prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
             for name, lower, entry in lower_in(self):
-                if getattr(saved.get(prefix + name), "dtype", None) is lower.dtype:
-                    saved[prefix + name] = entry.in_state_dict(lower, saved, prefix + name, keep_vars)
+                value = saved.get(key := prefix + name)
+                if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
+                    saved[key] = entry.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
         return saved
 
     return state_dict

@@ -232,6 +232,7 @@ def test_nothing_follows_an_autocast_that_ends_in_nan():
 def test_float32_is_recommended_where_nothing_is_faster_and_needs_no_line():
     found = tuning(row("float32", 10, 100), row("autocast bfloat16", 9.9, 101), row("O1 bfloat16", 12, 105))
     assert str(found.recommended.way) == "float32" and found.lines == [] and ALIKE == 1.03
+    assert found.reason == "float32: stay with it, 100 MiB."
 
 
 def test_lines_make_what_was_measured():

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -644,6 +645,24 @@ def test_a_weight_and_its_float32_value_that_were_both_written_to_are_refused(wr
         act()
     model.load_state_dict({"weight": torch.ones(2, 2)})
     act()
+
+
+def test_where_one_weight_is_refused_what_was_written_to_the_others_is_not_taken_either():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = model[0].weight.detach().clone()
+    for one, value in zip([*ampkit.master_params(optimizer), model[1].weight], (2.0, 2.0, 3.0), strict=True):
+        nn.init.constant_(one, value)
+    with pytest.raises(ampkit.ConfigurationError, match="both written to"):
+        model(torch.ones(1, 2))
+    assert torch.equal(model[0].weight, before) and torch.all(model[1].weight == 3.0)
+
+
+def test_attributes_of_a_weight_are_pickled_and_not_copied_as_in_torch():
+    for model in (make_net(), o2(net := make_net(), torch.optim.SGD(net.parameters(), lr=0.1))[0]):
+        model[0].weight.tag = ["mine"]
+        assert not hasattr(copy.deepcopy(model)[0].weight, "tag")
+        assert pickle.loads(pickle.dumps(model[0].weight)).tag == ["mine"]
 
 
 def test_close_ends_a_session_whose_weights_were_written_to_on_both_sides():

@@ -114,7 +114,7 @@ class Tuning:
     @property
     def reason(self) -> str:
         row, plain = self.recommended, self.rows[FLOAT32]
-        words = [f"{row.way}: no other way is faster, {_mib(row)} MiB."]
+        words = [f"{row.way}: stay with it, {_mib(row)} MiB."]
         if row is not plain:
             words = [f"{row.way}: {1 / self._time(row):.2f} times as fast as float32, {_mib(row)} MiB"]
             words[0] += f" (float32 {_mib(plain)}). I{self._distances(row)[1:]}."
