@@ -190,7 +190,7 @@ TROUBLES = {
         "d = ((h - h.detach()) ** 2).sum(1).sqrt()",
         "d = (((h - h.detach()) ** 2).sum(1) + 1e-6).sqrt()",
         "division by zero",
-        "eps inside of the square root",
+        "what a root is taken of, before it",
         forward=f"{BODY}\n{{here}}\nreturn self.head(h) + d[:, None]",
     ),
     "the deviation of one row": Trouble(
