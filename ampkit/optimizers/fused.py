@@ -405,8 +405,9 @@ _NOTHING = StepInputs()
 
 def refuse_unsupported(optimizer: str, **settings: bool) -> None:
     """RuntimeError for a setting of torch's optimizers that is True and that the kernels have nothing for."""
+    twin = "SGD" if "SGD" in optimizer else "Adam" if optimizer == "Adam" else "AdamW"
     for name in [name for name, value in settings.items() if value]:
-        raise RuntimeError(f"{optimizer} does not support {_UNSUPPORTED[name]}. Use torch.optim.AdamW({name}=True).")
+        raise RuntimeError(f"{optimizer} does not support {_UNSUPPORTED[name]}. Use torch.optim.{twin}({name}=True).")
 
 
 def where_true(**settings: bool) -> dict[str, bool]:

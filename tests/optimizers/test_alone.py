@@ -245,6 +245,13 @@ def test_what_is_not_supported_is_refused_in_one_sentence(settings):
         optimizer.load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.parametrize("kind, setting", [(Adam, "amsgrad"), (SGD, "differentiable")])
+def test_the_twin_that_has_the_setting_is_named(kind, setting):
+    with pytest.raises(RuntimeError, match=rf"Use torch\.optim\.{kind.__name__}\({setting}=True\)"):
+        kind([nn.Parameter(torch.ones(2))], **{setting: True})
+    getattr(torch.optim, kind.__name__)([nn.Parameter(torch.ones(2))], **{setting: True})
+
+
 def test_refused_too():
     param = nn.Parameter(torch.ones(2, dtype=BF16))
     with pytest.raises(ValueError, match="max_norm needs the gradients of all parameters at once"):
