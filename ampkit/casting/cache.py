@@ -32,6 +32,7 @@ class CastCaches:
     def __init__(self, make_store: Any | None) -> None:
         self._make_store = make_store
         self._by_dtype: dict[torch.dtype, Any] = {}
+        self._stores: tuple[Any, ...] = ()  # the same; replaced as a whole, since other threads go through it
         self._bypasses = 0
         self._keeps_all = False
         self._kept = _Kept()
@@ -43,6 +44,7 @@ class CastCaches:
         if store is None and self._make_store is not None:
             with self._lock:
                 store = self._by_dtype.setdefault(dtype, self._make_store())
+                self._stores = tuple(self._by_dtype.values())
                 if torch.cuda.is_available():
                     store.capturing = torch.cuda.is_current_stream_capturing
                 self._tell_stores()
@@ -62,7 +64,7 @@ class CastCaches:
         return cast
 
     def _tell_stores(self) -> None:
-        for store in self._stores():
+        for store in self._stores:
             store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
 
     def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
@@ -72,7 +74,7 @@ class CastCaches:
 
     def end(self, number: int) -> None:
         """The call, or `keep`, with this number has ended."""
-        for store in self._stores():
+        for store in self._stores:
             store.end(number)
 
     @contextlib.contextmanager
@@ -99,26 +101,26 @@ class CastCaches:
 
     def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
         """Have casts of these weights live to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
-        for store in self._stores():
+        for store in self._stores:
             store.keep_to_step(weights)
 
     def drop_ended(self) -> None:
         """Leave the casts of calls that have ended to autograd, which frees each after its use: a backward pass begins."""
-        for store in self._stores():
+        for store in self._stores:
             store.drop_ended()
 
     def drop(self) -> None:
         """Forget all casts of weights: a step has written to them."""
-        for store in self._stores():
+        for store in self._stores:
             store.drop()
 
     def pairs(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""
-        return {weight: cast for store in self._stores() for weight, cast in store.pairs()}
+        return {weight: cast for store in self._stores for weight, cast in store.pairs()}
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the casts of what lies in a tensor's memory, and of all activations, before a write that torch does not count."""
-        for store in self._stores():
+        for store in self._stores:
             store.forget(tensor)
 
     def bypass(self, more: int = 1) -> None:
@@ -139,9 +141,6 @@ class CastCaches:
     def renew_lock(self) -> None:
         """For a forked child too: a thread of the parent may have held the lock."""
         self._lock = threading.RLock()  # reentrant: garbage that is collected under it may come here again
-
-    def _stores(self) -> list[Any]:
-        return list(self._by_dtype.values())  # a copy: another thread may need one more meanwhile
 
 
 _numbers = itertools.count(1)

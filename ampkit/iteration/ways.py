@@ -184,21 +184,13 @@ class OnePassStep:
         known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
         are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
         if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
-            numbers, counted = [int(step) for step in steps], set(map(id, steps))
-            self.known_counts = {
-                key: one for key, one in self.known_counts.items() if counted.isdisjoint(map(id, one[0]))
-            }
+            numbers, here = [int(step) for step in steps], set(map(id, steps))
+            self.known_counts = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
+        taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
-        taken = {device: self._taken(device, steps[0].dtype) for device in {step.device for step in steps}}
-        kernels.multi_tensor_axpby(steps, [taken[step.device] for step in steps], steps, 1.0, 1.0)
+        kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)
         self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
         return numbers
-
-    def _taken(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """1 where the step is taken, 0 where it is skipped: what it adds to a count."""
-        if self.found_inf is None:
-            return torch.ones((), dtype=dtype, device=device)
-        return (self.found_inf == 0).reshape(()).to(device, dtype)
 
     def give_counts_back(self, optimizer: Any) -> None:
         """Have step counts be on the host again, where torch keeps them."""
