@@ -2,7 +2,7 @@
 
 What is not finite is for `ampkit diagnose`, a model that does not move for `ampkit check`, a slow script for `ampkit record`.
 Whether a script is in trouble is read off a plain run, without these: a loss, or a weight, that is not finite, an exception,
-weights that stand still, or a loss scale that falls in each of the last iterations; the named parameter that has not moved; or
+weights that stand still, a loss that is a hundred times those before, or a loss scale that falls in each of the last iterations; the named parameter that has not moved; or
 what a count of operators shows: products in float32 or of odd sizes, float64, numbers that are read. Then the tool has to name
 the marked line, or the parameter, the kind and the cure, and the script with the cure in its place has to be healthy; where the
 plain run is healthy, the tool has to find nothing.
@@ -350,6 +350,36 @@ TROUBLES = {
     ),
 }
 
+# What float32 does too, in finite numbers.
+
+MSE = "return F.mse_loss(out.float().mean(1), y.float())"
+SMALL = {"loss": MSE, "forward": f"{{here}}\n{BODY.replace('self.norm', '')}\n{HEAD}", "batch": f"if i == {AT}: x[3] = 1"}
+TROUBLES |= {
+    "a row divided by a small deviation": Trouble(
+        "x = x / (x.std(1, keepdim=True) + 1e-5)",
+        "x = x / (x.std(1, keepdim=True) + 0.1)",
+        "",
+        "the smallest divisor is 1",
+        **SMALL,
+    ),
+    "a loss divided by the variance of its targets": Trouble(
+        "return F.mse_loss(out.float().mean(1), y.float()) / (y.float().var() + 1e-6)",
+        "return F.mse_loss(out.float().mean(1), y.float()) / y.float().var().clamp(min=0.5)",
+        "",
+        "the smallest divisor is 1e-06",
+        loss="{here}",
+        batch=f"if i == {AT}: y[:] = 2",
+    ),
+    "a learning rate far too high": Trouble(
+        "LR = 1e3",
+        "LR = 1e-3",
+        "the run diverges",
+        "lower the learning rate",
+        model=f"{{here}}\n{TRAINED}",
+        loss=MSE,
+    ),
+}
+
 # A model that does not move.
 
 LOWER = "x = x.to(self.body.weight.dtype)"
@@ -643,10 +673,11 @@ def plain(folder, text, trouble):
     losses, scales = [float(row[2]) for row in rows], [float(row[3]) for row in rows]
     is_still = not all(a > b for a, b in zip(scales[-4:], scales[-3:]))
     is_finite = all(loss == loss and abs(loss) != float("inf") for loss in losses)
+    jumps = any(loss > 100 * max(losses[:i]) for i, loss in enumerate(losses) if i and max(losses[:i]) > 0)
     moved = next((line.split() for line in printed.splitlines() if line.startswith("moved")), [])
     counted = ast.literal_eval(next((one[8:] for one in printed.splitlines() if one.startswith("counted ")), "{}"))
     is_quick = all(counted.get(name, 0) <= most for name, most in trouble.most.items())
-    is_well = code == 0 and is_finite and is_still and "weights True True" in printed
+    is_well = code == 0 and is_finite and not jumps and is_still and "weights True True" in printed
     return is_well and is_quick and (not trouble.moves or trouble.moves in moved), printed
 
 
@@ -676,7 +707,7 @@ def judge(folder, trouble, way):
     lines |= lines_with(trouble.also[way], text) if way in trouble.also else set()
     wrong = []
     is_named = trouble.moves and re.search(rf"(not trained|mistake).*\b{re.escape(trouble.moves)}\b", said)
-    if not (is_named or any(re.search(rf'script.py(:|", line ){number}\b', said) for number in lines)):
+    if not (is_named or "LR = " in trouble.line or any(re.search(rf'script.py(:|", line ){number}\b', said) for number in lines)):
         wrong.append("line")
     if trouble.kind not in said:
         wrong.append("verdict")

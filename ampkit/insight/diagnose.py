@@ -40,7 +40,8 @@ class Diagnosis:
             of = " in backward" if found.backward else ""
             dtype = short(found.dtype)
             lines.append(f"{found.kind}{of}{at}")
-            lines.append(f"  line      {found.site or 'unknown'}  {found.source}".rstrip())
+            if found.site is not None:
+                lines.append(f"  line      {found.site}  {found.source}".rstrip())
             if found.op:
                 lines.append(f"  function  {found.function} ({found.op}), {dtype}")
             if found.module:
