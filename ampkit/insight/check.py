@@ -32,6 +32,7 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
+from .around_step import is_skipped
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
 from .observed import observe
@@ -41,13 +42,22 @@ from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Enough, Watch, tensors_in
+from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
 #: A script whose optimizers do not step ends after this many forward or backward passes for each iteration that was asked for.
 _PASSES = 50
 _TENSOR_CORE = 8
+#: What clips gradients, or measures them to clip by the norm, and is wrong of those that are multiplied by the loss scale.
+_OF_GRADIENTS = {
+    *(
+        f"torch.nn.utils.{name}"
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+    ),
+    "torch.Tensor.clamp_",
+    "torch.Tensor.clip_",
+}
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -105,7 +115,7 @@ class Observer(Watch, logging.Handler):
         self.backward_passes = self.forward_passes = 0
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
-        self.as_it_is: Explanation | None = None  # after the latest step
+        self.as_it_is: Explanation | None = None  # after the first step of each optimizer
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
@@ -113,6 +123,7 @@ class Observer(Watch, logging.Handler):
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
+        self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
@@ -160,7 +171,10 @@ class Observer(Watch, logging.Handler):
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         with _unseen():
             self.standstill.step_ends(optimizer, skipped)
-            self._look()
+            if optimizer not in self._looked_at:
+                self._look()
+                if not (skipped or is_skipped(optimizer)):  # its moments are there
+                    self._looked_at.add(optimizer)
         if self.does == "torch.autocast in float16" and not self.has_scaler:
             self.note(
                 "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
@@ -200,12 +214,17 @@ class Observer(Watch, logging.Handler):
     def around(self, call: Call) -> Any:
         if call.op._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             self._is_scaled = False
-        elif call.function == "torch.nn.utils.clip_grad_norm_" and self._is_scaled:
-            words = "it clips by a norm that is multiplied by the loss scale"
-            self.note(f"clip_grad_norm_ before GradScaler.unscale_: {words}")
+        elif self._is_scaled and call.function in _OF_GRADIENTS and self._reads_gradients(call):
+            name = call.function.rpartition(".")[2]
+            self.note(f"{name} before GradScaler.unscale_: gradients are multiplied by the loss scale there")
         out = call()
         self.products.note(call, out)
         return out
+
+    def _reads_gradients(self, call: Call) -> bool:
+        addresses = {address(one) for one in call.inputs()}
+        params = (param for model in self.models for param in model.parameters() if param.grad is not None)
+        return any(address(param.grad) in addresses for param in params)
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):

@@ -88,7 +88,7 @@ class ScriptFinder(Finder):
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied
         self._trend = Trend(self._needed)
-        self._grown = ""  # where gradients did, for which the scale fell
+        self._bad = ""  # of the latest gradients that were not finite
         self._first: Any = None
         self._before: Any = None  # what is saved, where a step may ruin it
 
@@ -167,13 +167,15 @@ class ScriptFinder(Finder):
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row = max(0, self._in_a_row) + 1
+            where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
+            self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
             self._in_a_row, self._descents = -1, self._descents + 1
             self._last = self.culprit, self._scale
             if grown := self._trend.grown():
-                self._grown = f"in iteration {self.iteration} they grew {grown}"
+                self._bad = f"in iteration {self.iteration} they grew {grown}"
 
     def _fits_at(self, culprit: Culprit) -> float | None:
         """The highest loss scale at which its result is finite."""
@@ -199,10 +201,10 @@ class ScriptFinder(Finder):
             text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
             return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
-        if self._descents and (why := self._grown or ((self._scale or 1.0) < 1.0 and self._trend.smallest_divisor())):
-            note += f"; {why}"
-        saved = f"nothing was saved to {self._path}" if self._path is not None else ""
-        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, saved))))
+        is_low = bool(self._descents) and (self._scale or 1.0) < 1.0
+        saved = f"nothing was saved to {self._path}" * (self._path is not None)
+        notes = note, self._bad or self._trend.smallest_divisor() * is_low, saved
+        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, notes)))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
         """What has led to a culprit, or goes wrong in finite numbers: gradients that spiked, or a run that diverges."""

@@ -39,6 +39,8 @@ class Standstill:
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases in front of a norm, and the weight beside each
+        self._held: dict[Tensor, Tensor] = {}  # what FSDP2 computes with, and the parameter that is sharded
+        self._asked: set[nn.Module] = set()
         self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
         self._now: dict[Tensor, str | None] = {}  # of `_why`, in this step
         self._backward = self._step = ""
@@ -67,7 +69,11 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        held = {one.whole: one.param for model in models for one in gathered(model)}
+        for model in models if self._before_norm else ():
+            if model not in self._asked:
+                self._asked.add(model)
+                self._held.update((one.whole, one.param) for one in gathered(model) if one.whole is not None)
+        held = self._held
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
