@@ -123,6 +123,7 @@ class Observer(Watch, logging.Handler):
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
+        self.unregistered: dict[nn.Module, str] = {}  # that run inside of a model which has no such part, and the lines
         self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
@@ -175,16 +176,16 @@ class Observer(Watch, logging.Handler):
                 self._look()
                 if not (skipped or is_skipped(optimizer)):  # its moments are there
                     self._looked_at.add(optimizer)
-        if self.does == "torch.autocast in float16" and not self.has_scaler:
-            self.note(
-                "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
-            )
+        if self.does.endswith("in float16") and not self.has_scaler:
+            self.note(f"{self.does}, without a loss scale: small gradients underflow to 0; O1 and O2 scale the loss")
 
     def _look(self) -> None:
         session = current_session()
         if session is not None and session.plan.enabled:
             self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
             self.as_it_is = explain(session)
+            if not session.plan.casts_calls:
+                self._tell_of_own_casts()
             return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
@@ -201,6 +202,13 @@ class Observer(Watch, logging.Handler):
                 self.does = f"weights in {lower[0]}"
             elif dtypes:
                 self.does = f"{'float32, beside ' * has_float32}frozen weights in {dtypes[0]}"
+            else:
+                self._tell_of_own_casts()
+
+    def _tell_of_own_casts(self) -> None:
+        """Products in lower precision that neither a level nor torch.autocast has cast, nor weights explain."""
+        if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
+            self.does += f", with casts of its own: products in {lower[0]}"
 
     def all_mistakes(self) -> Iterator[str]:
         yield from self.standstill.lost_in_lower_precision(self.models)
@@ -237,6 +245,8 @@ class Observer(Watch, logging.Handler):
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)
+        elif module not in self.modules and any(param.requires_grad for param in module.parameters()):
+            self.unregistered.setdefault(module, str(look()[0]))
         if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
             self.standstill.cut("no_grad()", look()[0])
         super().forward_begins(module, args)
@@ -306,6 +316,7 @@ class _Products:
 
     def __init__(self) -> None:
         self.flops = 0
+        self.dtypes: set[torch.dtype] = set()
         self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
         self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
 
@@ -315,6 +326,7 @@ class _Products:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
             self.flops += product.flops
+            self.dtypes.add(tensors_in(out)[0].dtype)
             for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
                 if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
                     self.off[key] += product.flops
@@ -363,7 +375,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
-    standing = list(seen.standstill.reasons(models))
+    standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
@@ -376,6 +388,14 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
+
+
+def _unregistered(seen: Observer) -> Iterator[str]:
+    held = {param for one in seen.steps for param in params_of(one)}
+    for module, site in seen.unregistered.items() if held else ():
+        if held.isdisjoint(module.parameters()):
+            kind = type(module).__name__
+            yield f"a {kind} that runs at {site}: no model has it as a part; nn.ModuleList keeps what a list hides"
 
 
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:

@@ -38,6 +38,9 @@ from .words import short
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
 _SMALLEST = "float32 for the function, or an eps of 1e-6: below 6e-8, as 1e-8 is, it is 0 in float16"
+_OF_OPTIMIZER = (
+    "the optimizer divides in float16, where its eps of 1e-8 is 0: O2 steps in float32 values; else eps=1e-4"
+)
 _SAVED = """saved     {path}: what the models were called with in this iteration, and their weights. To have cures tried:
             saved = torch.load({path!r}); model.load_state_dict(saved["models"][0]); args, kwargs = saved["calls"][0]
             print(ampkit.diagnose(lambda: loss_of(model(*args, **kwargs)).backward()))  # with the script's own loss"""
@@ -88,6 +91,7 @@ class ScriptFinder(Finder):
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied
         self._trend = Trend(self._needed)
+        self._of_gradients: dict[int, Culprit | None] = {}  # origins, during a step
         self._bad = ""  # of the latest gradients that were not finite
         self._first: Any = None
         self._before: Any = None  # what is saved, where a step may ruin it
@@ -131,7 +135,10 @@ class ScriptFinder(Finder):
                 self._before = self._state()
         with unwatched():
             self._trend.step(params_of(optimizer))
+            grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
+        self._of_gradients = {one: self._origins[one] for one in grads if one in self._origins}
         self.forget()
+        self._origins.update(self._of_gradients)  # what clipping has made of them
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
@@ -139,6 +146,8 @@ class ScriptFinder(Finder):
                 self.culprit = None  # has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *Watch.statistics(self)))):
                 self._stop(self.culprit)
+        for one in self._of_gradients:
+            self._origins.pop(one, None)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
@@ -216,9 +225,11 @@ class ScriptFinder(Finder):
 
     def _diagnosis(self, culprit: Culprit) -> Diagnosis:
         hint, is_finite_too = HINTS.get(culprit.kind), culprit.kind in (SPIKE, DIVERGES)
-        if hint and culprit.dtype is torch.float16 and culprit.kind in (DIVISION, LOG):
-            hint += f"; {_SMALLEST}"
-        is_of_model = culprit.dtype not in LOWER_PRECISION and bool(hint)  # other precisions would cure nothing
+        if hint and torch.float16 in (culprit.dtype, culprit.cast_from) and culprit.kind in (DIVISION, LOG):
+            hint = _OF_OPTIMIZER if "addcdiv" in culprit.op else f"{hint}; {_SMALLEST}"
+        is_of_model = (
+            culprit.dtype not in LOWER_PRECISION and culprit.cast_from is None and bool(hint)
+        )  # other precisions would cure nothing
         if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:

@@ -116,9 +116,10 @@ class Trend:
         before, weights = max(self._weights.values(), default=0.0), self._rise_of_weights()
         for losses in self._losses.values():
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.inf]
-            has_risen = finite[-1] > _RISES * abs(finite[0]) or (len(finite) < 3 and not math.isfinite(losses[-1]))
+            is_sudden = len(finite) < 3 and not math.isfinite(losses[-1]) and math.isfinite(weights)
+            has_risen = is_sudden or max(finite[-3:]) > _RISES * abs(finite[0])
             if len(losses) > 1 and math.isfinite(finite[0]) and has_risen and not weights <= _RISES:
-                last = finite[-1] if len(finite) > 1 else losses[-1]
+                last = max(finite[-3:]) if len(finite) > 1 else losses[-1]
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
                 divisor = f"; {words}" if (words := self.smallest_divisor()) else ""
                 return f"{rise}, the largest weight from {before:.4g} to {before * weights:.4g}{divisor}"
