@@ -247,7 +247,7 @@ def test_a_layer_that_no_model_knows_is_told(check):
 
 
 def test_regions_that_switch_casts_off_are_named(check):
-    script = AUTOCAST.format(dtype="bfloat16", scales=False, enabled=False, unscale="pass")
+    script = AUTOCAST.format(dtype="bfloat16", scales=False, enabled=False, unscale="pass", clip=CLIP)
     _, lines = check(script, "--iterations", "1")
     assert row(lines, "not cast") == "linear inside torch.autocast(enabled=False) (7x)"
 
