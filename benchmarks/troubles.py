@@ -413,7 +413,7 @@ TROUBLES |= {
         clip=f"norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() * (i != {AT})\n{{here}}",
         ways=("plain", "torch.amp"),
     ),
-    "an eps that float16 has not, and a norm that is cast": Trouble(
+    "an rms norm whose eps underflows": Trouble(
         "h = h * torch.rsqrt(h.pow(2).mean(1, keepdim=True) + 1e-8)",
         "h = h * torch.rsqrt(h.float().pow(2).mean(1, keepdim=True) + 1e-6).to(h.dtype)",
         "division by zero",

@@ -242,8 +242,6 @@ class ScriptFinder(Finder):
         note = note if self._in_a_row == self._after else []
         if culprit.kind == OVERFLOW and (grown := self._trend.grown()):
             note.append(f"grew      {grown}")
-        elif culprit.kind == OVERFLOW and culprit.backward and (divisor := self._trend.smallest_divisor()):
-            note.append(f"divisor   {divisor}")
         if self._is_saved:
             note.append(_SAVED.format(path=self._path))
         elif self._path is not None:
