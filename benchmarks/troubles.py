@@ -2,7 +2,8 @@
 
 What is not finite is for `ampkit diagnose`, a model that does not move for `ampkit check`, a slow script for `ampkit record`.
 Whether a script is in trouble is read off a plain run, without these: a loss, or a weight, that is not finite, an exception,
-weights that stand still, or a loss scale that falls in each of the last iterations; the named parameter that has not moved; or
+weights that stand still, a loss that is a hundred times those before, or a loss scale that falls in each of the last iterations;
+the named parameter that has not moved; or
 what a count of operators shows: products in float32 or of odd sizes, float64, numbers that are read. Then the tool has to name
 the marked line, or the parameter, the kind and the cure, and the script with the cure in its place has to be healthy; where the
 plain run is healthy, the tool has to find nothing.
@@ -32,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit
 import ampkit.insight.check
 import ampkit.insight.diagnose_script
-import ampkit.insight.record.command  # noqa: F401
+import ampkit.insight.record.advice
+import ampkit.insight.record.command
 from ampkit.__main__ import main as ampkit_main
 
 #: How a script is set up, and what one iteration is.
@@ -350,6 +352,78 @@ TROUBLES = {
     ),
 }
 
+# What float32 does too, in finite numbers.
+
+MSE = "return F.mse_loss(out.float().mean(1), y.float())"
+SMALL = {
+    "loss": MSE,
+    "forward": f"{{here}}\n{BODY.replace('self.norm', '')}\n{HEAD}",
+    "batch": f"if i == {AT}: x[3] = 1",
+}
+TROUBLES |= {
+    "a row divided by a small deviation": Trouble(
+        "x = x / (x.std(1, keepdim=True) + 1e-5)",
+        "x = x / (x.std(1, keepdim=True) + 0.1)",
+        "",
+        "the smallest divisor is 1",
+        **SMALL,
+    ),
+    "a loss divided by the variance of its targets": Trouble(
+        "return F.mse_loss(out.float().mean(1), y.float()) / (y.float().var() + 1e-6)",
+        "return F.mse_loss(out.float().mean(1), y.float()) / y.float().var().clamp(min=0.5)",
+        "",
+        "the smallest divisor is 1e-06",
+        loss="{here}",
+        batch=f"if i == {AT}: y[:] = 2",
+    ),
+    "a learning rate far too high": Trouble(
+        "LR = 1e3",
+        "LR = 1e-3",
+        "the run diverges",
+        "lower the learning rate",
+        model=f"{{here}}\n{TRAINED}",
+        loss=MSE,
+    ),
+}
+
+TROUBLES |= {
+    "a schedule that raises the learning rate": Trouble(
+        "optimizer.param_groups[0]['lr'] *= 10",
+        "pass",
+        "the run diverges",
+        "lower the learning rate",
+        lr=1e-2,
+        clip="{here}",
+        loss=MSE,
+        also=dict.fromkeys(WAYS, "norm(self.body(x))"),
+    ),
+    "the determinant of what is singular": Trouble(
+        "return F.cross_entropy(out.float(), y) + 0 * torch.logdet(gram)",
+        "return F.cross_entropy(out.float(), y) + 0 * torch.logdet(gram + torch.eye(6))",
+        "outside of the function's domain",
+        "",
+        loss="with torch.autocast('cpu', enabled=False):\n    gram = (out.float() * 0) @ (out.float().T * 0)\n{here}",
+        ways=("plain", "O1", "O2", "O5", "alone"),
+    ),
+    "gradients divided by a norm of 0": Trouble(
+        "for p in model.parameters(): p.grad.div_(norm)",
+        "for p in model.parameters(): p.grad.div_(norm + 1e-6)",
+        "division by zero",
+        "keep the divisor from 0",
+        clip=f"norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() * (i != {AT})\n{{here}}",
+        ways=("plain", "torch.amp"),
+    ),
+    "an rms norm whose eps underflows": Trouble(
+        "h = h * torch.rsqrt(h.pow(2).mean(1, keepdim=True) + 1e-8)",
+        "h = h * torch.rsqrt(h.float().pow(2).mean(1, keepdim=True) + 1e-6).to(h.dtype)",
+        "division by zero",
+        "1e-8 is, it is 0 in float16",
+        forward="h = self.body(x)\nh = h * (x[:, :1] < 50)\n{here}\nreturn self.head(h)",
+        batch=f"if i == {AT}: x[2, 0] = 99",
+        ways=FLOAT16,
+    ),
+}
+
 # A model that does not move.
 
 LOWER = "x = x.to(self.body.weight.dtype)"
@@ -437,6 +511,47 @@ TROUBLES |= {
         ".data at script.py",
         forward=f"{BODY}\n{{here}}\n{HEAD}",
         moves="body.weight",
+    ),
+}
+
+TROUBLES |= {
+    "a layer in a list": Trouble(
+        "self.more = [nn.Linear(16, 16)]",
+        "self.more = nn.ModuleList([nn.Linear(16, 16)])",
+        "no model has it as a part",
+        "nn.ModuleList",
+        init="{here}",
+        forward=f"{BODY}\nh = self.more[0](h)\n{HEAD}",
+        moves="more.0.weight",
+        also=dict.fromkeys(WAYS, "h = self.more[0](h)"),
+        ways=("plain",),
+    ),
+    "a schedule that ends at 0": Trouble(
+        "optimizer.param_groups[0]['lr'] = 1e-3 * max(0, 1 - i / 2)",
+        "optimizer.param_groups[0]['lr'] = 1e-3 * max(0, 1 - i / 50)",
+        "the learning rate is 0",
+        "look at the scheduler",
+        clip="{here}",
+        moves="body.weight",
+    ),
+    "an index in the middle": Trouble(
+        "h = F.one_hot(h.argmax(1), 16).to(h.dtype)",
+        "h = h.softmax(1).to(h.dtype)",
+        "no gradient reaches them",
+        "argmax()",
+        forward=f"{BODY}\n{{here}}\n{HEAD}",
+        model=f"{TRAINED}\n_W = torch.optim.AdamW\ntorch.optim.AdamW = lambda params, lr: _W(params, lr, weight_decay=0.0)",
+        moves="body.weight",
+    ),
+    "a ReLU that is dead": Trouble(
+        "h = F.relu(self.norm(self.body(x)) - 100)",
+        "h = F.relu(self.norm(self.body(x)))",
+        "every gradient is 0",
+        "a dead ReLU",
+        forward=f"{{here}}\n{HEAD}",
+        model=f"{TRAINED}\n_W = torch.optim.AdamW\ntorch.optim.AdamW = lambda params, lr: _W(params, lr, weight_decay=0.0)",
+        moves="body.weight",
+        ways=("plain", "torch.amp", "O1", "O2", "O5"),
     ),
 }
 
@@ -567,6 +682,35 @@ HEALTHY = {
     "a loss of large numbers": {"loss": "return F.cross_entropy(out.float(), y) * 300", "iterations": 30},
     "a norm that is clipped": {"clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
     "batch norm": {"init": "self.norm = nn.BatchNorm1d(16)"},
+    "a row that is 100 times the others": {"batch": "x[0] = x[0] * 100 ** (i == 13)"},
+    "a loss that falls a million times": {
+        "loss": "return F.mse_loss(out.float() * (1e-6 if i > 5 else 1), 0 * out.float())"
+    },
+    "a warm-up from 0": {"clip": "optimizer.param_groups[0]['lr'] = 1e-3 * min(1, i / 10)"},
+    "a head that begins at 0": {"init": "nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)"},
+    "a frozen teacher in a list": {
+        "init": "self.teacher = [nn.Linear(8, 4).requires_grad_(False)]",
+        "forward": f"{BODY}\nself.t = self.teacher[0](x.float()).detach()\n{HEAD}",
+    },
+    "a straight-through round": {"forward": f"{BODY}\nh = h + (h.round() - h).detach()\n{HEAD}"},
+    "a small divisor that is meant": {"loss": "return F.cross_entropy(out.float() / 0.07, y)"},
+    "a penalty of gradients": {
+        "loss": "l = F.cross_entropy(out.float(), y)\ng, = torch.autograd.grad(l, out, create_graph=True)\n"
+        "return l + 0.1 * g.float().square().sum()"
+    },
+    "a batch that is left out": {"batch": "if i == 7: x = x[:2]; y = y[:2]"},
+    "a reward that grows": {"loss": "return -(F.log_softmax(out.float(), 1)[:, 0] * (1 + i)).mean()"},
+    "logs of masked numbers": {"loss": "p = out.float().softmax(1)\nreturn -(p[p > 0].log().mean())"},
+    "an embedding": {
+        "init": "self.e = nn.Embedding(4, 8)",
+        "forward": f"x = x + self.e((x[:, 0] > 0).long())\n{BODY}\n{HEAD}",
+    },
+    "checkpointing": {
+        "forward": "from torch.utils.checkpoint import checkpoint\n"
+        f"h = checkpoint(lambda x: F.relu(self.norm(self.body(x))), x, use_reentrant=False)\n{HEAD}"
+    },
+    "a loss near 0": {"loss": "return F.mse_loss(out.float(), 0.99 * out.float().detach())"},
+    "an exponential average": {"clip": "AVG = [p.detach().clone().mul_(0.9) for p in model.parameters()]"},
 }
 
 
@@ -643,10 +787,11 @@ def plain(folder, text, trouble):
     losses, scales = [float(row[2]) for row in rows], [float(row[3]) for row in rows]
     is_still = not all(a > b for a, b in zip(scales[-4:], scales[-3:]))
     is_finite = all(loss == loss and abs(loss) != float("inf") for loss in losses)
+    jumps = any(loss > 100 * max(losses[:i]) for i, loss in enumerate(losses) if i and max(losses[:i]) > 0)
     moved = next((line.split() for line in printed.splitlines() if line.startswith("moved")), [])
     counted = ast.literal_eval(next((one[8:] for one in printed.splitlines() if one.startswith("counted ")), "{}"))
     is_quick = all(counted.get(name, 0) <= most for name, most in trouble.most.items())
-    is_well = code == 0 and is_finite and is_still and "weights True True" in printed
+    is_well = code == 0 and is_finite and not jumps and is_still and "weights True True" in printed
     return is_well and is_quick and (not trouble.moves or trouble.moves in moved), printed
 
 
@@ -676,7 +821,11 @@ def judge(folder, trouble, way):
     lines |= lines_with(trouble.also[way], text) if way in trouble.also else set()
     wrong = []
     is_named = trouble.moves and re.search(rf"(not trained|mistake).*\b{re.escape(trouble.moves)}\b", said)
-    if not (is_named or any(re.search(rf'script.py(:|", line ){number}\b', said) for number in lines)):
+    if not (
+        is_named
+        or "LR = " in trouble.line
+        or any(re.search(rf'script.py(:|", line ){number}\b', said) for number in lines)
+    ):
         wrong.append("line")
     if trouble.kind not in said:
         wrong.append("verdict")
@@ -707,6 +856,8 @@ def main():
     parser.add_argument("--verbose", action="store_true", help="print what the tool says where it is wrong")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    # Advice as on a processor with instructions for lower precision: elsewhere float32 is the fastest.
+    ampkit.insight.record.advice.computes_slowly_in = lambda dtype: False
     rows, wrong = [], 0
     cases = {**TROUBLES, **{f"healthy: {name}": Trouble("", "", "", **parts) for name, parts in HEALTHY.items()}}
     for name, trouble in cases.items():

@@ -32,6 +32,7 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
+from .around_step import is_skipped
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
 from .observed import observe
@@ -41,13 +42,22 @@ from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
 from .tuning.ways import fused, optimizers_for
-from .watching import Call, Enough, Watch, tensors_in
+from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
 #: A script whose optimizers do not step ends after this many forward or backward passes for each iteration that was asked for.
 _PASSES = 50
 _TENSOR_CORE = 8
+#: What clips gradients, or measures them to clip by the norm, and is wrong of those that are multiplied by the loss scale.
+_OF_GRADIENTS = {
+    *(
+        f"torch.nn.utils.{name}"
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+    ),
+    "torch.Tensor.clamp_",
+    "torch.Tensor.clip_",
+}
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -105,7 +115,7 @@ class Observer(Watch, logging.Handler):
         self.backward_passes = self.forward_passes = 0
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
-        self.as_it_is: Explanation | None = None  # after the latest step
+        self.as_it_is: Explanation | None = None  # after the first step of each optimizer
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
@@ -113,6 +123,8 @@ class Observer(Watch, logging.Handler):
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # what the script itself does about precision
         self._enough = False
+        self.unregistered: dict[nn.Module, str] = {}  # that run inside of a model which has no such part, and the lines
+        self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
@@ -160,17 +172,20 @@ class Observer(Watch, logging.Handler):
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         with _unseen():
             self.standstill.step_ends(optimizer, skipped)
-            self._look()
-        if self.does == "torch.autocast in float16" and not self.has_scaler:
-            self.note(
-                "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
-            )
+            if optimizer not in self._looked_at:
+                self._look()
+                if not (skipped or is_skipped(optimizer)):  # its moments are there
+                    self._looked_at.add(optimizer)
+        if self.does.endswith("in float16") and not self.has_scaler:
+            self.note(f"{self.does}, without a loss scale: small gradients underflow to 0; O1 and O2 scale the loss")
 
     def _look(self) -> None:
         session = current_session()
         if session is not None and session.plan.enabled:
             self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
             self.as_it_is = explain(session)
+            if not session.plan.casts_calls:
+                self._tell_of_own_casts()
             return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
@@ -187,6 +202,13 @@ class Observer(Watch, logging.Handler):
                 self.does = f"weights in {lower[0]}"
             elif dtypes:
                 self.does = f"{'float32, beside ' * has_float32}frozen weights in {dtypes[0]}"
+            else:
+                self._tell_of_own_casts()
+
+    def _tell_of_own_casts(self) -> None:
+        """Products in lower precision that neither a level nor torch.autocast has cast, nor weights explain."""
+        if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
+            self.does += f", with casts of its own: products in {lower[0]}"
 
     def all_mistakes(self) -> Iterator[str]:
         yield from self.standstill.lost_in_lower_precision(self.models)
@@ -200,12 +222,17 @@ class Observer(Watch, logging.Handler):
     def around(self, call: Call) -> Any:
         if call.op._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             self._is_scaled = False
-        elif call.function == "torch.nn.utils.clip_grad_norm_" and self._is_scaled:
-            words = "it clips by a norm that is multiplied by the loss scale"
-            self.note(f"clip_grad_norm_ before GradScaler.unscale_: {words}")
+        elif self._is_scaled and call.function in _OF_GRADIENTS and self._reads_gradients(call):
+            name = call.function.rpartition(".")[2]
+            self.note(f"{name} before GradScaler.unscale_: gradients are multiplied by the loss scale there")
         out = call()
         self.products.note(call, out)
         return out
+
+    def _reads_gradients(self, call: Call) -> bool:
+        addresses = {address(one) for one in call.inputs()}
+        params = (param for model in self.models for param in model.parameters() if param.grad is not None)
+        return any(address(param.grad) in addresses for param in params)
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and not isinstance(module, torch.jit.ScriptModule):
@@ -218,6 +245,8 @@ class Observer(Watch, logging.Handler):
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
                 self._pass(self.forward_passes)
+        elif module not in self.modules and any(param.requires_grad for param in module.parameters()):
+            self.unregistered.setdefault(module, str(look()[0]))
         if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
             self.standstill.cut("no_grad()", look()[0])
         super().forward_begins(module, args)
@@ -287,6 +316,7 @@ class _Products:
 
     def __init__(self) -> None:
         self.flops = 0
+        self.dtypes: set[torch.dtype] = set()
         self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
         self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
 
@@ -296,6 +326,7 @@ class _Products:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
             self.flops += product.flops
+            self.dtypes.add(tensors_in(out)[0].dtype)
             for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
                 if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
                     self.off[key] += product.flops
@@ -344,7 +375,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
-    standing = list(seen.standstill.reasons(models))
+    standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
@@ -357,6 +388,14 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
+
+
+def _unregistered(seen: Observer) -> Iterator[str]:
+    held = {param for one in seen.steps for param in params_of(one)}
+    for module, site in seen.unregistered.items() if held else ():
+        if held.isdisjoint(module.parameters()):
+            kind = type(module).__name__
+            yield f"a {kind} that runs at {site}: no model has it as a part; nn.ModuleList keeps what a list hides"
 
 
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:

@@ -104,7 +104,8 @@ class Trials:
 
 
 def has_session() -> bool:
-    return any(session.plan.enabled for session in live_sessions)
+    """Whether one is there that casts: at O0 casts are the script's own."""
+    return any(session.plan.enabled and session.plan.casts_calls for session in live_sessions)
 
 
 def in_bfloat16() -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from .against import Comparison, compare
 from .cures import Cure, Trials, of_precision, of_scale
-from .evidence import GIVEN, SCALE
+from .evidence import GIVEN, OVERFLOW, SCALE
 from .finder import Culprit, Finder
+from .trend import largest
 from .words import short
+
+#: Weights as large as this are seldom those of a run that learns.
+_LARGE = 100.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Diagnosis:
             of = " in backward" if found.backward else ""
             dtype = short(found.dtype)
             lines.append(f"{found.kind}{of}{at}")
-            lines.append(f"  line      {found.site or 'unknown'}  {found.source}".rstrip())
+            if found.site is not None:
+                lines.append(f"  line      {found.site}  {found.source}".rstrip())
             if found.op:
                 lines.append(f"  function  {found.function} ({found.op}), {dtype}")
             if found.module:
@@ -115,5 +120,14 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
                 at_floor = Finder()  # what overflows first at a high scale may be harmless
                 at_floor.run(iteration, run.floor / run.scale)
                 culprit = at_floor.culprit or culprit
-            found = of_precision(trials, culprit)
+            found = [*_of_divergence(finder), *of_precision(trials, culprit)]
     return Diagnosis(finder.operations, run.scale, culprit, tuple(found), tuple(finder.given))
+
+
+def _of_divergence(finder: Finder) -> Iterator[Cure]:
+    """What no trial on one batch can tell: that an iteration fails by weights which grew in those before."""
+    params = (param for module in list(finder.modules) for param in module.parameters(recurse=False))
+    size = max(map(largest, params), default=0.0)
+    if finder.culprit is not None and finder.culprit.kind == OVERFLOW and size > _LARGE:
+        words = "if the losses rose before, the run diverges, in float32 too: lower the learning rate"
+        yield Cure(f"the largest weight is {size:.4g}; {words}, and no precision helps")

@@ -25,17 +25,22 @@ from ..scripts import running
 from .around_step import is_skipped
 from .cures import Cure, in_bfloat16
 from .diagnose import Diagnosis
-from .evidence import DIVISION, HINTS, LOG, OVERFLOW, SCALE
+from .evidence import DIFFERENCE, DIVERGES, DIVISION, GIVEN, HINTS, KERNEL, LOG, OVERFLOW, PRODUCT, SCALE, SPIKE
 from .failures import culprit_of
 from .finder import Culprit, Finder, is_finite
 from .observed import observe
 from .repeating import rule_of, unwatched
-from .watching import Enough, Watch, tensors_in
+from .sites import look
+from .trend import Trend
+from .watching import Call, Enough, Watch, address, tensors_in
 from .words import short
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
 _SMALLEST = "float32 for the function, or an eps of 1e-6: below 6e-8, as 1e-8 is, it is 0 in float16"
+_OF_OPTIMIZER = (
+    "the optimizer divides in float16, where its eps of 1e-8 is 0: O2 steps in float32 values; else eps=1e-4"
+)
 _SAVED = """saved     {path}: what the models were called with in this iteration, and their weights. To have cures tried:
             saved = torch.load({path!r}); model.load_state_dict(saved["models"][0]); args, kwargs = saved["calls"][0]
             print(ampkit.diagnose(lambda: loss_of(model(*args, **kwargs)).backward()))  # with the script's own loss"""
@@ -83,11 +88,25 @@ class ScriptFinder(Finder):
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scale: float | None = None  # of the loss, where there is one
         self._floor = 0.0  # the lowest that it can reach
-        self._falls = self._is_loss_finite = False
+        self._falls = self._is_loss_finite = self._is_saved = False
+        self._loss: torch.Tensor | None = None  # before it is multiplied
+        self._trend = Trend(self._needed)
+        self._of_gradients: dict[int, Culprit | None] = {}  # origins, during a step
+        self._bad = ""  # of the latest gradients that were not finite
         self._first: Any = None
         self._before: Any = None  # what is saved, where a step may ruin it
 
     # What happens
+
+    def around(self, call: Call) -> Any:
+        out = super().around(call)
+        if not call.op.is_view and call.site is not None:
+            self._trend.operator(call, [*tensors_in(out), *call.written()], self._scale or 1.0)
+        return out
+
+    def _needed(self, call: Call, tensor: torch.Tensor) -> float | None:
+        origin = self._origins.get(address(tensor))
+        return origin.needed if origin is not None and (origin.site, origin.op) == (call.site, str(call.op)) else None
 
     def on_module(self, module: nn.Module) -> None:
         """Nothing is looked up: weights that are not finite are found where a line uses them."""
@@ -106,7 +125,7 @@ class ScriptFinder(Finder):
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> None:
         with unwatched():
-            self._is_loss_finite = is_finite(loss)
+            self._is_loss_finite, self._loss = is_finite(loss), loss
             self._scale, backoff, self._floor = rule_of(scaler)
         self._falls = backoff is not None
 
@@ -114,7 +133,12 @@ class ScriptFinder(Finder):
         if self.culprit is not None:
             with unwatched():
                 self._before = self._state()
+        with unwatched():
+            self._trend.step(params_of(optimizer))
+            grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
+        self._of_gradients = {one: self._origins[one] for one in grads if one in self._origins}
         self.forget()
+        self._origins.update(self._of_gradients)  # what clipping has made of them
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
@@ -122,6 +146,8 @@ class ScriptFinder(Finder):
                 self.culprit = None  # has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *Watch.statistics(self)))):
                 self._stop(self.culprit)
+        for one in self._of_gradients:
+            self._origins.pop(one, None)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
@@ -130,8 +156,11 @@ class ScriptFinder(Finder):
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
         self._in_bfloat16 = in_bfloat16()
+        losses, self._loss = tensors_in(roots) if self._loss is None else [self._loss], None
         with unwatched():
             self.on_loss(tensors_in(roots))
+            if len(losses) == 1 and losses[0].numel() == 1:
+                self._trend.loss(look()[0], float(losses[0].detach()))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
             # Gradients that were not finite may have ruined weights by hand: what made them is the cause.
             self._stop(earlier or self.culprit)
@@ -139,16 +168,23 @@ class ScriptFinder(Finder):
     def backward_ends(self) -> None:
         with unwatched():
             params = [param for one in list(self.modules) for param in one.parameters(recurse=False)]
-            self.on_gradients([param.grad for param in params if param.grad is not None])
+            gradients = [param.grad for param in params if param.grad is not None]
+            self.on_gradients(gradients)
+            if self._trend.gradients(gradients, self._scale or 1.0, self.iteration):
+                self._save()
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row = max(0, self._in_a_row) + 1
+            where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
+            self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
             self._in_a_row, self._descents = -1, self._descents + 1
             self._last = self.culprit, self._scale
+            if grown := self._trend.grown():
+                self._bad = f"in iteration {self.iteration} they grew {grown}"
 
     def _fits_at(self, culprit: Culprit) -> float | None:
         """The highest loss scale at which its result is finite."""
@@ -164,38 +200,68 @@ class ScriptFinder(Finder):
     # What was found
 
     def at_the_end(self) -> Diagnosis:
-        if self._in_a_row > 0 and self.culprit is not None:
-            return self._diagnosis(self.culprit)
+        culprit = self.culprit if self._in_a_row > 0 else None
+        with unwatched():
+            culprit = self._cause(culprit)
+        if culprit is not None:
+            return self._diagnosis(culprit)
         if self._in_a_row < 0:
             culprit, self._scale = self._last
             text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
             return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
-        return Diagnosis(self.operations, self._scale, note=note)
+        is_low = bool(self._descents) and (self._scale or 1.0) < 1.0
+        saved = f"nothing was saved to {self._path}" * (self._path is not None)
+        notes = note, self._bad or self._trend.smallest_divisor() * is_low, saved
+        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, notes)))
+
+    def _cause(self, culprit: Culprit | None) -> Culprit | None:
+        """What has led to a culprit, or goes wrong in finite numbers: gradients that spiked, or a run that diverges."""
+        if culprit is not None and culprit.kind not in (OVERFLOW, KERNEL, DIFFERENCE, PRODUCT, GIVEN):
+            return culprit
+        if self._trend.spike is not None or not (rise := self._trend.divergence()):
+            return self._trend.spike or culprit
+        return replace(culprit or Culprit("", "", torch.float32), kind=DIVERGES, evidence=rise)
 
     def _diagnosis(self, culprit: Culprit) -> Diagnosis:
-        hint = HINTS.get(culprit.kind)
-        if hint and culprit.dtype is torch.float16 and culprit.kind in (DIVISION, LOG):
-            hint += f"; {_SMALLEST}"
-        is_of_model = culprit.dtype not in LOWER_PRECISION and bool(hint)  # other precisions would cure nothing
-        if is_of_model:
+        hint, is_finite_too = HINTS.get(culprit.kind), culprit.kind in (SPIKE, DIVERGES)
+        if hint and torch.float16 in (culprit.dtype, culprit.cast_from) and culprit.kind in (DIVISION, LOG):
+            hint = _OF_OPTIMIZER if "addcdiv" in culprit.op else f"{hint}; {_SMALLEST}"
+        is_of_model = (
+            culprit.dtype not in LOWER_PRECISION and culprit.cast_from is None and bool(hint)
+        )  # other precisions would cure nothing
+        if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
             change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
             hint = f"{change}float32 for the function, or {hint}"
+        is_of_model |= is_finite_too
         cures = (Cure(hint if is_of_model else f"not tried: {hint}"),) if hint else ()
-        note = ("" if is_of_model else f"next      {_AGAIN}") if self._path is None else _SAVED.format(path=self._path)
-        if self._in_a_row == self._after:
-            stopped = f"stopped   after {self._after} such backward passes in a row (--after {self._after})"
-            note = "\n".join(filter(None, (stopped, note)))
-        return Diagnosis(self.operations, self._scale, culprit, cures, iteration=self.iteration, note=note)
+        iteration = self._trend.spiked_at if culprit.kind == SPIKE else self.iteration if culprit.op else None
+        note = [f"stopped   after {self._after} such backward passes in a row (--after {self._after})"]
+        note = note if self._in_a_row == self._after else []
+        if culprit.kind == OVERFLOW and (grown := self._trend.grown()):
+            note.append(f"grew      {grown}")
+        if self._is_saved:
+            note.append(_SAVED.format(path=self._path))
+        elif self._path is not None:
+            note.append(f"saved     nothing to {self._path}: the iteration was over")
+        elif not is_of_model:
+            note.append(f"next      {_AGAIN}")
+        return Diagnosis(self.operations, self._scale, culprit, cures, iteration=iteration, note="\n".join(note))
 
     def _stop(self, culprit: Culprit) -> None:
-        self.found = self._diagnosis(culprit)
-        if self._path is not None:
-            with unwatched():
-                torch.save(self._before or self._state(), self._path)
+        with unwatched():
+            cause = self._cause(culprit) or culprit
+            if cause.kind != SPIKE:
+                self._save(self._before)
+        self.found = self._diagnosis(cause)
         raise Enough
+
+    def _save(self, state: Any = None) -> None:
+        if self._path is not None:
+            torch.save(state or self._state(), self._path)
+            self._is_saved = True
 
     def _state(self) -> Any:
         if self._path is None:

@@ -25,6 +25,8 @@ SCALE = "the loss scale itself"
 MASK = "inf that the script writes"
 GIVEN = "not finite before the iteration"
 DOMAIN = "outside of the function's domain"
+SPIKE = "gradients that spike"
+DIVERGES = "the run diverges"
 ONE_ROW = "a deviation of one element"
 
 #: What to change in a model whose float32 fails too.
@@ -36,6 +38,8 @@ HINTS = {
     DIFFERENCE: "leave at least one element of each row unmasked",
     PRODUCT: "mask with torch.where, which multiplies nothing",
     DOMAIN: "clamp its input to the domain",
+    SPIKE: "float32 does the same: bring the number down, or up from 0, as by a larger eps; clip_grad_norm_ bounds what is left",
+    DIVERGES: "float32 does the same, or would: lower the learning rate, or warm it up",
     ONE_ROW: "unbiased=False divides by 1 and not by 0; drop_last=True of the DataLoader leaves out a last batch of one row",
 }
 
@@ -53,13 +57,17 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
     wrong = ~result.isfinite()
     if exact is not None and exact[wrong].isfinite().all():
         needs = exact[wrong].abs().max().item()
-        text = f"max |input| = {_largest(values)}, {_subject(call)} needs {needs:.4g}, {_end_of(bad)}"
+        divisor = divisor_of(call.name, inputs[0])
+        by = "" if divisor is None or not divisor.numel() else f", min |divisor| = {float(divisor.abs().min()):.4g}"
+        text = f"max |input| = {_largest(values)}{by}, {subject(call)} needs {needs:.4g}, {_end_of(bad)}"
         return KERNEL if needs <= torch.finfo(bad.dtype).max else OVERFLOW, text, needs
     for kind, text in _outside(call, inputs, values, wrong):
         return kind, text, None
-    if result.isinf().any():
-        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs more than float64 has", None
-    return DOMAIN, f"{_subject(call)} is not defined for inputs up to {_largest(values)}", None
+    if (
+        result.isinf().any() and float(_largest(values)) > 80
+    ):  # exp() of it leaves float32; smaller inputs overflow nothing
+        return OVERFLOW, f"max |input| = {_largest(values)}, {subject(call)} needs more than float64 has", None
+    return DOMAIN, f"{subject(call)} is not defined for inputs up to {_largest(values)}", None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,28 +77,24 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.Tensor) -> Any:
     """The kinds whose mark is found in the inputs, most telling first."""
-    args = inputs[0]
     if any(value.isinf().any() for value in values):
         kind = PRODUCT if call.name in _PRODUCTS else DIFFERENCE
         infinite = next(value for value in values if value.isinf().any())
         share = _share(infinite.isinf())
-        yield kind, f"{share} elements of its input are infinite, and {_subject(call)} makes NaN of them"
-    place = _DIVISORS.get(call.name)
-    if place is not None and place < len(args):
-        divisor = torch.as_tensor(args[place])
-        if (divisor == 0).any():
-            kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
-            yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {_subject(call)} gives inf or NaN"
+        yield kind, f"{share} elements of its input are infinite, and {subject(call)} makes NaN of them"
+    if (divisor := divisor_of(call.name, inputs[0])) is not None and (divisor == 0).any():
+        kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
+        yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {subject(call)} gives inf or NaN"
     first = values[0] if values else None
     if call.name.startswith(("std", "var")) and wrong.any() and first is not None and first.numel():
-        yield ONE_ROW, f"{_subject(call)} of one element, divided by a number of elements less 1, which is 0"
+        yield ONE_ROW, f"{subject(call)} of one element, divided by a number of elements less 1, which is 0"
     if call.name in ("log", "log2", "log10") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
     is_of_positive = call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
     if is_of_positive and first is not None and not first.is_complex() and (first < 0).any():
-        yield DOMAIN, f"{_subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
+        yield DOMAIN, f"{subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
     if first is not None and not first.numel():
-        yield DIVISION, f"{_subject(call)} of no elements"
+        yield DIVISION, f"{subject(call)} of no elements"
     if call.name.startswith("nll_loss"):
         yield DIVISION, "every target is ignored: the mean is over 0 elements"
 
@@ -104,7 +108,17 @@ def _in_float64(call: Call, inputs: Any) -> list[torch.Tensor]:
     return []
 
 
-def _subject(call: Call) -> str:
+def divisor_of(name: str, args: Any) -> torch.Tensor | None:
+    """What an operator divides by, or would have a power of in the divisor."""
+    place = _DIVISORS.get(name.removeprefix("foreach_"))
+    if place is None or place >= len(args) or (name == "pow" and not bool((torch.as_tensor(args[1]) < 0).any())):
+        return None
+    one = args[place]
+    return torch.cat([part.flatten() for part in one]) if isinstance(one, (tuple, list)) else torch.as_tensor(one)
+
+
+def subject(call: Call) -> str:
+    """The function in words, where a sentence says what it does."""
     name = call.function.rpartition(".")[2].strip("_")
     if call.name == "cast":
         return "the cast"

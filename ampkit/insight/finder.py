@@ -33,8 +33,8 @@ _FILLS = {"copy", "fill", "zero", "uniform", "normal", "random", "bernoulli", "e
 class Culprit(Place):
     """The operator that made the first inf or NaN which reached the loss, a gradient or a running statistic.
 
-    ``dtype`` is that of its result. ``evidence`` has the numbers, ``needed`` the largest that the result would have, and ``rows``
-    says which of the batch are not finite.
+    ``dtype`` is that of its result, ``cast_from`` a lower precision that an input had before. ``evidence`` has the numbers,
+    ``needed`` the largest that the result would have, and ``rows`` says which of the batch are not finite.
     """
 
     kind: str
@@ -43,6 +43,7 @@ class Culprit(Place):
     order: int = 0
     needed: float | None = None
     rows: str = ""
+    cast_from: torch.dtype | None = None
 
 
 class Finder(Watch):
@@ -54,6 +55,7 @@ class Finder(Watch):
         self.culprit: Culprit | None = None
         self.given: list[str] = []
         self._origins: dict[int, Culprit | None] = {}
+        self._widened: dict[int, torch.dtype] = {}  # results of casts, and what was cast
         self._mask: Culprit | None = None  # the first, for a loss that is -inf by nothing else
         self._numbers = itertools.count()
         self._batch = 0  # rows of what a model was called with last
@@ -98,6 +100,8 @@ class Finder(Watch):
             raise
         if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
             made = [*tensors_in(out), *call.written()]
+            if call.name == "cast" and made[0].element_size() > (read := call.inputs()[0]).element_size():
+                self._widened[address(made[0])] = read.dtype
             if bad := [tensor for tensor in made if not is_finite(tensor)]:
                 origin = self._origin(call, before, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
@@ -135,11 +139,15 @@ class Finder(Watch):
         is_of_no_row = call.backward or any(one is bad for name, one in written if name in STATISTICS)
         rows = "" if is_of_no_row else _rows(bad, self._batch)
         order = next(self._numbers)
-        return Culprit(kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows)
+        was = next((found for one in call.inputs() if (found := self._widened.get(address(one)))), None)
+        return Culprit(
+            kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows, cast_from=was
+        )
 
     def forget(self) -> None:
         """An iteration is over: its graph and its tensors are gone."""
         self._origins.clear()
+        self._widened.clear()
         self._mask = None
         self._forward.clear()
 

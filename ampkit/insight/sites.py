@@ -33,6 +33,7 @@ _PUBLIC = {
     os.path.join(_TORCH, "amp", "grad_scaler.py"): "torch.amp.GradScaler",
     os.path.join(_TORCH, "distributed", "fsdp", "sharded_grad_scaler.py"): "torch.amp.GradScaler",
 }
+_UNDER_OTHER_NAMES = {"_get_total_norm": "get_total_norm", "_clip_grads_with_norm_": "clip_grads_with_norm_"}
 _AMPKIT = os.path.dirname(os.path.dirname(__file__))
 _FOLDERS = {
     name: os.path.join(os.path.realpath(path), "")
@@ -84,8 +85,9 @@ def look(*, past_engine: bool = False) -> tuple[Site | None, str | None, set[str
     while frame is not None:
         code = frame.f_code
         owner = _owner(code.co_filename)
-        if code.co_filename in _PUBLIC and not code.co_name.startswith(("_", "no_grad_wrapper")):
-            function = f"{_PUBLIC[code.co_filename]}.{code.co_name}"
+        public = code.co_filename in _PUBLIC and _UNDER_OTHER_NAMES.get(code.co_name, code.co_name)
+        if public and not public.startswith(("_", "no_grad_wrapper")):
+            function = f"{_PUBLIC[code.co_filename]}.{public}"
         elif function is None and owner in ("torch", "site-packages", "user"):
             function = _called(frame)
         if owner not in _PASSED_OVER:

@@ -23,7 +23,11 @@ _KEEP_CHANNELS = ("View", "UnsafeView", "ToCopy", "Transpose", "Permute")
 _SUBTRACTED = (
     "the norm behind subtracts it, so that its gradient is 0 and it cannot move: bias=False is what people write"
 )
-_ZERO = "every gradient is 0: a factor of 0, or zero_grad() before step()"
+_ZERO = (
+    "every gradient is 0: a factor of 0, a function that is flat there (round, a dead ReLU, a saturated sigmoid), or zero_grad() "
+    "before step()"
+)
+_NO_RATE = "the learning rate is 0"
 
 
 class Standstill:
@@ -35,10 +39,13 @@ class Standstill:
         self.lost: dict[tuple[str, torch.dtype | None], dict[Tensor, tuple[int, int]]] = {}
         self._steps: Counter[Tensor] = Counter()
         self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
+        self._last: dict[Tensor, str | None] = {}  # of `_why`, at the latest step of each
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases in front of a norm, and the weight beside each
+        self._held: dict[Tensor, Tensor] = {}  # what FSDP2 computes with, and the parameter that is sharded
+        self._asked: set[nn.Module] = set()
         self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
         self._now: dict[Tensor, str | None] = {}  # of `_why`, in this step
         self._backward = self._step = ""
@@ -67,7 +74,11 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        held = {one.whole: one.param for model in models for one in gathered(model)}
+        for model in models if self._before_norm else ():
+            if model not in self._asked:
+                self._asked.add(model)
+                self._held.update((one.whole, one.param) for one in gathered(model) if one.whole is not None)
+        held = self._held
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
@@ -85,7 +96,7 @@ class Standstill:
         if not param.requires_grad:
             return "requires_grad is False; requires_grad_(True) before the optimizer is made trains them"
         if lr == 0.0:
-            return "the learning rate is 0"
+            return _NO_RATE
         if param.grad is None and param in self._had_gradient:
             return (
                 f"gradients were cleared between backward() at {self._backward} and step() at {self._step}: zero_grad() belongs "
@@ -103,6 +114,7 @@ class Standstill:
         is_taken = weights is not None and not skipped and not is_skipped(optimizer)
         for param, why in self._now.items():
             self._steps[param] += 1
+            self._last[param] = why
             if why is not None and (is_taken or why is not _ZERO):  # what begins at 0, as a factor, has not moved yet
                 self._why.setdefault(why, Counter())[param] += 1
         if weights is None or not is_taken:
@@ -144,13 +156,20 @@ class Standstill:
         yield "requires_grad is False; requires_grad_(True) trains them", frozen
         for why, counts in self._why.items():
             always = {param for param, count in counts.items() if count == self._steps[param]}
+            if why is _NO_RATE and (
+                since := {param for param in counts.keys() - always if self._last[param] is _NO_RATE}
+            ):
+                yield f"{_NO_RATE} at the last of these steps: look at the scheduler", since
             if why == "no gradient":
                 always = {param for param in always if not self._has_moved(param)}
-                yield "no model has it, only the optimizer: was a layer replaced since?", always - names.keys()
+                why = "no model has it, only the optimizer: was a layer replaced since, or the model copied?"
+                yield why, always - names.keys()
                 always &= names.keys()
-                why = "no gradient reaches them: the loss does not use them"
-                if self.cuts:
-                    why += f", or a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"
+                why = "no gradient reaches them: the loss does not use them, or"
+                if not self.cuts:
+                    why += " takes numbers from them: argmax(), .item(), torch.tensor(x)"
+                else:
+                    why += f" a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"
             yield why, always
         for (_, dtype), counts in self.lost.items():
             many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
@@ -171,10 +190,11 @@ class Standstill:
             if dtype in LOWER_PRECISION:
                 lost, total = map(sum, zip(*counts.values()))
                 worst = max(shares, key=lambda param: shares[param])
-                yield (
-                    f"{kind} updates weights in {short(dtype)}, which rounds small updates away: {lost / max(1, total):.0%} of "
-                    f"those seen, {shares[worst]:.0%} of {names.get(worst, 'a weight')!r}; O5 and O2 train them in float32"
+                seen = (
+                    f"{lost / max(1, total):.0%} of those seen, {shares[worst]:.0%} of {names.get(worst, 'a weight')!r}"
                 )
+                small = f"rounds small updates away: {seen if lost else 'as yet none of those seen'}"
+                yield f"{kind} updates weights in {short(dtype)}, which {small}; O5 and O2 train them in float32"
 
 
 def _is_rounding(bias: Tensor, weight: Tensor) -> bool:

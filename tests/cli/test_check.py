@@ -138,10 +138,12 @@ while True:
         loss = loss_of()
     scaler.scale(loss).backward()
     {unscale}
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    {clip}
     scaler.step(optimizer)
     scaler.update()
 """
+
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ while True:
         (
             dict(dtype="float16", scales=False),
             "torch.autocast in float16",
-            "torch.autocast in float16 without a GradScaler",
+            "torch.autocast in float16, without a loss scale",
         ),
         (
             dict(dtype="bfloat16", scales=True),
@@ -177,13 +179,75 @@ while True:
     ids=["bfloat16", "no scaler", "clips scaled", "unscales first", "unscales by itself"],
 )
 def test_a_script_with_autocast(check, settings, uses, mistake):
-    code, lines = check(AUTOCAST.format(**{"enabled": True, "unscale": "pass", **settings}), "--iterations", "2")
+    code, lines = check(
+        AUTOCAST.format(**{"enabled": True, "unscale": "pass", "clip": CLIP, **settings}), "--iterations", "2"
+    )
     assert any(f"2 steps of SGD; Model (84,231 parameters); the script uses {uses}." in line for line in lines)
     assert row(lines, "mistake").startswith(mistake) and code == (mistake != "none seen")
 
 
+@pytest.mark.parametrize(
+    "clip, name",
+    [
+        ("nn.utils.get_total_norm([p.grad for p in model.parameters()])", "get_total_norm"),
+        ("nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))", "clip_grads_with_norm_"),
+        ("nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip_grad_value_"),
+        ("[p.grad.clamp_(-1, 1) for p in model.parameters()]", "clamp_"),
+        ("nn.utils.get_total_norm([p for p in model.parameters()])", ""),
+        ("[p.grad.mul_(2.0) for p in model.parameters()]", ""),
+    ],
+)
+def test_what_clips_or_measures_scaled_gradients_is_told(check, clip, name):
+    _, lines = check(AUTOCAST.format(dtype="bfloat16", enabled=True, scales=True, unscale="pass", clip=clip))
+    assert row(lines, "mistake").startswith(f"{name} before GradScaler.unscale_" if name else "none seen")
+
+
+@pytest.mark.parametrize(
+    "begin", ["", 'import ampkit; ampkit.initialize(model, optimizer, opt_level="O0", verbosity=0)']
+)
+def test_casts_of_the_scripts_own_are_told(check, begin):
+    """Where neither a level nor torch.autocast casts."""
+    own = "F.linear(model.embedding(tokens).half(), model.head.weight.half()).float().mean()"
+    code, lines = check(f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{begin}\n" + OWN.format(loss=own))
+    uses = "ampkit at O0" if begin else "float32"
+    words = f"{uses}, with casts of its own: products in float16"
+    assert any(f"the script uses {words}." in line for line in lines)
+    assert row(lines, "mistake").startswith(f"{words}, without a loss scale") and code == 1
+
+
+OWN = """
+while True:
+    optimizer.zero_grad()
+    {loss}.backward()
+    optimizer.step()
+"""
+
+
+def test_a_schedule_that_reaches_0_is_told_and_a_warm_up_that_begins_there_is_not(check):
+    for rates, words in (
+        ("1e-3, 5e-4, 0.0", "the learning rate is 0 at the last of these steps"),
+        ("0.0, 1e-4, 1e-3", ""),
+    ):
+        script = FLOAT32.replace(
+            "    optimizer.step()", f"    optimizer.param_groups[0]['lr'] = [{rates}][i]\n    optimizer.step()"
+        )
+        text = "\n".join(check(script)[1])
+        assert (words in text) if words else ("the learning rate is 0" not in text)
+
+
+def test_a_layer_that_no_model_knows_is_told(check):
+    script = "model.head = nn.Sequential(model.head)\nhidden = [nn.Linear(64, 64)]\n"
+    script += "model.head.register_forward_pre_hook(lambda module, args: (hidden[0](args[0]),))\n"
+    text = "\n".join(check(script + FLOAT32)[1])
+    assert "a Linear that runs at script.py:" in text and "nn.ModuleList" in text
+    text = "\n".join(
+        check(script + FLOAT32.replace("model.parameters()", "[*model.parameters(), *hidden[0].parameters()]"))[1]
+    )
+    assert "a Linear that runs" not in text
+
+
 def test_regions_that_switch_casts_off_are_named(check):
-    script = AUTOCAST.format(dtype="bfloat16", scales=False, enabled=False, unscale="pass")
+    script = AUTOCAST.format(dtype="bfloat16", scales=False, enabled=False, unscale="pass", clip=CLIP)
     _, lines = check(script, "--iterations", "1")
     assert row(lines, "not cast") == "linear inside torch.autocast(enabled=False) (7x)"
 

@@ -309,3 +309,61 @@ def test_the_cure_of_an_overflow_fits_the_script(case, tmp_path, capsys):
     (cure,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  cure")]
     assert cure.removeprefix("  cure      not tried: ").startswith(change or "float32 for the function"), cure
     assert ("bfloat16" in cure) == bool(change)
+
+
+SPIKES = """
+    for i in range(8):
+        x = torch.tensor([[1.0, 2.0, 3.0, 5.0], [2.0, 1.0, 4.0, 2.0]])
+        if i == 5:
+            x[1] = 2.0
+        x = x / (x.std(1, keepdim=True) + 1e-5)  # here
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+DIVERGES = """
+    for i in range(200):
+        loss = (model(torch.ones(2, 4)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_gradients_that_spike_in_finite_numbers_have_a_line_and_a_number(tmp_path, capsys):
+    """A row of 2, whose deviation is 0, is 2 / 1e-5 = 2e5: its gradient is that of some ones times 4e10."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(MODEL.replace("0.1", "1e-9") + SPIKES))
+    assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), str(script)]) == 0
+    found = capsys.readouterr().out
+    line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if text.endswith("# here"))
+    assert found.startswith("gradients that spike") and f"script.py:{line} " in found and "iteration 6" in found
+    assert "the smallest divisor is 1e-05; gradients are " in found and "float32 does the same" in found
+    assert torch.load(tmp_path / "saved.pt")["calls"][0][0][0][1].eq(torch.tensor(2.0) / 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_that_diverges_is_told_to_lower_its_learning_rate(dtype, tmp_path, capsys):
+    """(w - 1)^2 of four weights whose curvature is 8 has a factor of 1 - 8 * rate: it diverges above a rate of 0.25."""
+    settings = "opt_level='O2', cast_model_type=torch.float16, verbosity=0"
+    begin = "" if dtype == "float32" else f"    model, optimizer = ampkit.initialize(model, optimizer, {settings})\n"
+    step = (
+        "loss.backward()"
+        if dtype == "float32"
+        else "with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(MODEL.replace("0.1", "1.0") + begin + DIVERGES.replace("loss.backward()", step)))
+    main(["diagnose", str(script)])
+    found = capsys.readouterr().out
+    assert found.startswith("the run diverges") and "the loss rose from" in found and "lower the learning rate" in found
+    assert "bfloat16 (" not in found and "torch.bfloat16" not in found
+
+
+def test_what_was_not_saved_is_said(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(MODEL + DIVERGES.replace("200", "3")))
+    assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), str(script)]) == 0
+    assert "nothing found in" in (found := capsys.readouterr().out) and "; nothing was saved to" in found
+    assert not (tmp_path / "saved.pt").exists()

@@ -22,6 +22,9 @@ ROWS = {
         "detach in the forward pass": ("right", "right", "right"),
         "a norm in bfloat16": ("right", "healthy", "healthy"),
         "a penalty in float64": ("right", "right", "right"),
+        "a learning rate far too high": ("right", "right", "right"),
+        "a schedule that ends at 0": ("right", "right", "right"),
+        "healthy: a loss that falls a million times": ("healthy", "healthy", "healthy"),
     },
     ("torch.amp", "O1", "O2"): {
         "a product of activations": ("right", "right", "right"),
@@ -29,6 +32,8 @@ ROWS = {
         "masked_fill with -1e9": ("right", "right", "right"),
         "a loss whose gradient fits at no scale": ("right", "right", "right"),
         "healthy: a loss of large numbers": ("healthy", "healthy", "healthy"),
+        "a loss divided by the variance of its targets": ("right", "right", "right"),
+        "a schedule that raises the learning rate": ("right", "right", "right"),
     },
 }
 

@@ -23,12 +23,13 @@ def advise(record: Rows) -> list[Advice]:
 def _float32_products(record: Rows) -> Iterator[Advice]:
     rows = [row for row in record.calls if row.flops and row.dtype is torch.float32]
     share = sum(map(record.share_of_flops, rows))
+    if computes_slowly_in(record.lower_precision or torch.bfloat16):  # float32 is the fastest
+        return
     if record.lower_precision is None and share > _LEAST:
         change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
         has_float64 = any(row.flops and row.dtype is torch.float64 for row in record.calls)
         found = "every matrix product computes in float32" + " or float64" * has_float64
-        if not computes_slowly_in(torch.bfloat16):
-            yield Advice(share / 2, "", found, change)
+        yield Advice(share / 2, "", found, change)
         return
     for (function, reason), own in _alike(rows, lambda row: (row.function, _forward_reason(record, row))):
         share = sum(map(record.share_of_flops, own))
@@ -65,7 +66,7 @@ def _instead_of_float32(function: str, reason: str) -> str:
 
 
 def _shapes(record: Rows) -> Iterator[Advice]:
-    odd = [row for row in record.calls if "no multiple of" in row.tensor_cores]
+    odd = [row for row in record.calls if "no multiple of" in row.tensor_cores and not computes_slowly_in(row.dtype)]
     for (site, function, module), rows in _alike(odd, lambda row: (row.site, row.function, row.module)):
         share = sum(map(record.share_of_flops, rows))
         if share >= _LEAST:

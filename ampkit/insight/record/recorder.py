@@ -35,9 +35,7 @@ from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX
-_SLOW = (
-    'this processor has no instructions for products in {}, which take many times as long as in float32: opt_level="O0"'
-)
+_SLOW = "this processor has no instructions for products in {}, which take many times as long as in float32: {}"
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
 
 
@@ -277,7 +275,10 @@ class Recorder(Watch):
         )
         record.advice = advise(record)
         if record.lower_precision is not None and computes_slowly_in(record.lower_precision):
-            record.notes.append(_SLOW.format(short(record.lower_precision)))
+            session = current_session()
+            casts = session is not None and session.plan.casts_calls
+            cure = 'opt_level="O0"' if casts else "leave out its .half(), .bfloat16() or torch.autocast"
+            record.notes.append(_SLOW.format(short(record.lower_precision), cure))
         return record
 
 
