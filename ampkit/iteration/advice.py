@@ -61,9 +61,9 @@ ROWS = {
         "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
     ),
     "unowned": (
-        "Parameter %s has a gradient, but no optimizer given to initialize() updates it: with Apex's policy the gradient stays "
-        "multiplied by the loss scale.",
-        "Divide it, freeze the parameter, or clip the parameters of the optimizer only.",
+        "%s has a gradient, but no optimizer given to initialize() updates it: with Apex's policy the gradient stays multiplied by "
+        "the loss scale.",
+        "Divide it where it is read, or clip the parameters of the optimizer only. A parameter may be frozen.",
     ),
     "assigned": (
         "Float32 values were assigned to weights that %s stores in lower precision (p.data = values). They count; but what is put "

@@ -213,7 +213,9 @@ class Block:
         if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
             session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
             first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
-            self.scaling.advice.tell("unowned", session.name_of(first))
+            is_parameter = isinstance(first, torch.nn.Parameter)
+            what = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
+            self.scaling.advice.tell("unowned", what)
         elif outside:
             self._hold_outside(outside)
 

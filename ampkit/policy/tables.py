@@ -131,6 +131,8 @@ TODAY = (
     RuleGroup(FP32, LINALG, ("norm", "vector_norm", "matrix_norm"), "sums of squares"),
     RuleGroup(FP32, TORCH, ("_weight_norm", "frobenius_norm", "nuclear_norm", "norm_except_dim", "std_mean", "var_mean",
         "cov", "corrcoef"), "sums of squares"),
+    RuleGroup(FP32, "torch.nn.utils.weight_norm", ("_weight_norm",),
+        "sums of squares, under the name that the older weight norm has bound; wants equal dtypes"),
     RuleGroup(FP32, TENSOR, ("cov", "corrcoef"), "sums of squares"),
     RuleGroup(FP32, (TORCH, TENSOR), ("bincount", "nansum", "trace", "trapezoid", "cumulative_trapezoid"),
         "reductions over many elements"),

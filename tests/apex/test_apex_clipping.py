@@ -1,5 +1,6 @@
 """torch's clip_grad_norm_ in a block, as scripts of Apex's have it: told, and never refused."""
 
+import pytest
 import torch
 from helpers import random_batch
 from torch import nn
@@ -25,15 +26,19 @@ def test_a_script_of_apexs_is_told_once_and_goes_on(capsys):
     assert (out.out + out.err).count("inside the scale_loss block") == 1
 
 
-def test_a_gradient_without_an_optimizer_stays_scaled_and_is_told_of_once(caplog):
+@pytest.mark.parametrize("of", ["parameter", "input"])
+def test_a_gradient_without_an_optimizer_stays_scaled_and_is_told_of_once(of, caplog):
     """Apex left it alone, and scripts divide it by hand."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    trained = model[1] if of == "parameter" else model
     model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model[1].parameters(), lr=0.1), opt_level="O1", loss_scale=128.0, verbosity=0
+        model, torch.optim.SGD(trained.parameters(), lr=0.1), opt_level="O1", loss_scale=128.0, verbosity=0
     )
+    leaf = model[0].bias if of == "parameter" else x.requires_grad_()
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        with amp.scale_loss(model(x).sum(), optimizer) as scaled:
             scaled.backward()
-    exact = torch.autograd.grad(model[1](model[0](torch.ones(1, 2))).sum(), [model[0].bias])[0]
-    torch.testing.assert_close(model[0].bias.grad / 128.0 / 3, exact, rtol=2e-2, atol=1e-3)
-    assert caplog.text.count("no optimizer given to initialize() updates it") == 1 and "'0.weight'" in caplog.text
+    exact = torch.autograd.grad(model[1](model[0](x)).sum(), [leaf])[0]
+    torch.testing.assert_close(leaf.grad / 128.0 / 3, exact, rtol=2e-2, atol=1e-3)
+    name = "Parameter '0.weight'" if of == "parameter" else "A tensor of shape (1, 2)"
+    assert caplog.text.count(f"{name} has a gradient, but no optimizer given to initialize() updates it") == 1

@@ -466,6 +466,24 @@ def weight_norm(run):
     return with_made_weights(run, parametrizations.weight_norm)
 
 
+def with_one_half_frozen(run, half):
+    """The older weight norm keeps a length and a direction; DINO trains directions alone."""
+    model, x = mlp(64, 96, 64), noise_of(55)(32, 64)
+    nn.utils.weight_norm(model[2]).get_parameter(half).requires_grad_(False)
+    found = trained(run, model, x, x.sin(), lr=0.5)
+    return {"losses": found["losses"], "weights": found["weights"]}
+
+
+@script(ALL)
+def weight_norm_of_fixed_length(run):
+    return with_one_half_frozen(run, "weight_g")
+
+
+@script(ALL)
+def weight_norm_of_fixed_direction(run):
+    return with_one_half_frozen(run, "weight_v")
+
+
 @script()
 def ewc(run):
     model, optimizer, x, y = regression()

@@ -47,6 +47,7 @@ ROWS = [(name, level) for name, (_, levels) in SCRIPTS.items() for level in leve
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(("name", "level"), ROWS, ids=lambda value: value.replace(" ", "-"))
 def test_script_learns_what_it_learns_in_float32_at_most_twice_as_far_from_it_as_under_autocast(name, level):
     of_autocast, of_level = distances_of_autocast(name), distances(name, level)
