@@ -532,3 +532,30 @@ def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, cap
     assert caplog.text.count(f"those that {level} stores are not: call model.share_memory()") == is_told
     model.share_memory()
     assert all(param.is_shared() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "level, dtype, make, is_told",
+    [
+        ("O3", torch.float16, torch.optim.Adam, True),
+        ("O3", torch.float16, torch.optim.RMSprop, True),
+        ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=1e-4), False),
+        ("O3", torch.float16, ampkit.optimizers.FusedAdam, False),
+        ("O3", torch.bfloat16, torch.optim.Adam, False),
+        ("O2", torch.float16, torch.optim.Adam, False),
+    ],
+)
+def test_an_eps_that_float16_has_not_is_told_and_what_is_advised_keeps_weights_finite(
+    level, dtype, make, is_told, caplog
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = make(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, cast_model_type=dtype, loss_scale=128.0, verbosity=0)
+    for _ in range(3):
+        with ampkit.scale_loss(model(torch.randn(16, 8)).float().pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ("weights become NaN" in caplog.text) == is_told
+    assert all(param.isfinite().all() for param in model.parameters()) != is_told
