@@ -479,7 +479,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("name, level", zip(COMPILED, itertools.cycle(LEVELS)))
+@pytest.mark.parametrize("name, level", list(zip(COMPILED, itertools.cycle(LEVELS))))
 def test_compiled_idiom_trains_as_in_float32(name, level):
     torch.compiler.reset()
     wanted, of_autocast = references(name)
