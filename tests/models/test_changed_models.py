@@ -388,96 +388,9 @@ def test_model_without_a_forward_trains(level):
 # Values put in the place of weights in float32
 
 
-def assigned(model, values):
-    for param, value in zip(model.parameters(), values):
-        param.data = value
-
-
-def from_vector(model, values):
-    nn.utils.vector_to_parameters(torch.cat([value.flatten() for value in values]), model.parameters())
-
-
-@pytest.mark.parametrize("put", (assigned, from_vector))
-@pytest.mark.parametrize(
-    "settings", ({"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O2", "cast_model_type": torch.float16})
-)
-def test_float32_values_put_in_the_place_of_weights_are_taken(settings, put):
-    model = make_net()
-    optimizer = ampkit.optimizers.FusedAdam(model.parameters(), lr=0.01)
-    ampkit.initialize(model, optimizer, verbosity=0, **settings)
-    train(model, optimizer)
-    values = [param.detach().float() * 1.001 + 1e-4 for param in model.parameters()]
-    put(model, [value.clone() for value in values])
-    outputs = model(X)
-    lower = model[0].weight.dtype
-    assert lower in (torch.float16, BF16)
-    for param, value, saved in zip(model.parameters(), values, model.state_dict().values()):
-        tolerance = 2**-8 if settings["opt_level"] == "O3" else 0.0
-        torch.testing.assert_close(saved, value, atol=2**-40, rtol=tolerance)
-        assert torch.equal(param, value.to(lower))
-    assert torch.equal(outputs, model(X))
-    train(model, optimizer)
-
-
 # Averages
 
 STEPS, DECAY = 30, 0.99
-
-
-class KeyEncoder(nn.Module):
-    """MoCo's: a second encoder that follows the first."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.query, self.how = make_net(), how
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for key, query in zip(self.key.parameters(), self.query.parameters()):
-                if self.how == "assigned":
-                    key.data = key.data * DECAY + query.data * (1 - DECAY)
-                elif self.how == "in place":
-                    key.mul_(DECAY).add_(query, alpha=1 - DECAY)
-                else:
-                    key.data.mul_(DECAY).add_(query.data, alpha=1 - DECAY)
-            self.key(x)
-        return self.query(x)
-
-
-class AverageInBuffer(nn.Module):
-    def __init__(self, how=None):
-        super().__init__()
-        self.query = make_net()
-        self.register_buffer("average", self.query[0].weight.detach().clone())
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.average.mul_(DECAY).add_(self.query[0].weight, alpha=1 - DECAY)
-        return self.query(x)
-
-
-AVERAGES = {
-    "assigned": (KeyEncoder, "key", lambda m: m.key[0].weight),
-    "in place": (KeyEncoder, "key", lambda m: m.key[0].weight),
-    "through .data": (KeyEncoder, "key", lambda m: m.key[0].weight),
-    "buffer": (AverageInBuffer, "average", lambda m: m.average),
-}
-
-
-@pytest.mark.parametrize("how", AVERAGES)
-def test_average_that_a_model_keeps_moves_as_in_float32_where_it_is_kept(how):
-    make, name, average_of = AVERAGES[how]
-    model, twin = make(how), make(how)
-    optimizers = [torch.optim.SGD(m.query.parameters(), lr=0.3) for m in (model, twin)]
-    start = average_of(twin).detach().clone()
-    o2(model, optimizers[0], keep_fp32=name if how == "buffer" else ())  # what no optimizer holds is kept anyway
-    train(model, optimizers[0], STEPS)
-    train_in_float32(twin, optimizers[1], STEPS)
-    full = "average" if how == "buffer" else "key.0.weight"
-    moved, wanted = (model.state_dict()[full] - start).norm(), (average_of(twin) - start).norm()
-    assert average_of(model).dtype is torch.float32
-    assert abs(moved - wanted) <= 0.1 * wanted
 
 
 def through_data(target, online):

@@ -216,8 +216,15 @@ def test_copy_inside_something_else_is_a_copy_too(level):
     assert twin["wrapped"].eval()(X).shape == (3, 2)
 
 
-@pytest.mark.parametrize("order", ("model first", "optimizer first"))
-@EACH_LEVEL
+@pytest.mark.parametrize(
+    "copied, level, order",
+    [
+        *((*row, "model first") for row in ONE_WAY),
+        ("pickle", "O2", "optimizer first"),
+        ("torch.save", "O1", "model first"),
+    ],
+    indirect=["copied"],
+)
 def test_model_and_optimizer_copied_together_train_together(copied, level, order):
     model, optimizer = trained_a_little(level)
     if order == "model first":
@@ -422,57 +429,3 @@ def test_replica_casts_like_the_model(level):
     replica._parameters = model._parameters  # what DataParallel would put there on another device
     assert torch.equal(replica(X), model(X)) and torch.equal(replica.forward(X), model(X))
     assert torch.equal(nn.DataParallel(model)(X), model(X))
-
-
-# Averages of weights
-
-
-class ExactEMA:
-    """The average in float64, of the float32 weights."""
-
-    def __init__(self, state):
-        self.state = {name: value.double() for name, value in state.items()}
-
-    def update(self, state, decay):
-        for name, value in state.items():
-            self.state[name] = self.state[name] * decay + value.double() * (1 - decay)
-
-
-def by_state_dict(average, model, decay):
-    with torch.no_grad():
-        for mine, its in zip(average.state_dict().values(), model.state_dict().values()):
-            mine.copy_(mine * decay + its * (1 - decay))
-
-
-def by_parameters(average, model, decay):
-    with torch.no_grad():
-        for mine, its in zip(average.parameters(), model.parameters()):
-            mine.mul_(decay).add_(its.detach(), alpha=1 - decay)
-
-
-# The model's parameters() are rounded to bfloat16 (8 bits) before they are averaged, its state_dict() is not.
-@pytest.mark.parametrize("update, tolerance", ((by_state_dict, 1e-6), (by_parameters, 2**-8)))
-def test_moving_average_is_the_float32_average(level, update, tolerance):
-    model, optimizer = trained_a_little(level)
-    average = copy.deepcopy(model)
-    names = [name for name, _ in model.named_parameters()]
-    exact = ExactEMA({name: model.state_dict()[name] for name in names})
-    for _ in range(20):
-        classify_rows(model, optimizer)
-        update(average, model, 0.99)
-        exact.update({name: model.state_dict()[name] for name in names}, 0.99)
-    found = average.state_dict()
-    for name in names:
-        torch.testing.assert_close(found[name].double(), exact.state[name], atol=tolerance * 0.5, rtol=tolerance)
-    # 1% of a small change is below bfloat16's resolution: an average kept in bfloat16 would have stood still.
-    assert not torch.equal(found["first.weight"], found["first.weight"].bfloat16().float())
-    assert torch.equal(average.eval()(X), in_float32(average)(X))
-
-
-def test_weights_of_an_average_load_into_the_model():
-    model, optimizer = trained_a_little("O2")
-    average = copy.deepcopy(model)
-    classify_rows(model, optimizer, 3)
-    model.load_state_dict(average.state_dict())
-    assert_same_values(model.state_dict(), values(average))
-    torch.testing.assert_close(model.eval()(X), average.eval()(X), atol=0.02, rtol=0.02)

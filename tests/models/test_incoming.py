@@ -169,29 +169,6 @@ def test_an_initialize_that_fails_halfway_leaves_dtypes_values_and_state(monkeyp
         assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
 
 
-def test_small_updates_are_lost_in_bfloat16_and_not_at_o5():
-    """1 - 1e-3 rounds to 1 in bfloat16, whose spacing below 1 is 2**-8 = 0.0039."""
-    moved = {}
-    for name in ("plain", "O5", "O2", "O1"):
-        model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if name != "plain":
-            ampkit.initialize(model, optimizer, opt_level=name, verbosity=0)
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 1, dtype=torch.bfloat16)).sum()
-            if name == "plain":
-                loss.backward()
-            else:
-                backward(loss, optimizer)
-            optimizer.step()
-        moved[name] = 1 - model.state_dict()["weight"].item()
-        ampkit.close()
-    assert moved.pop("plain") == 0.0
-    assert all(value == pytest.approx(0.01, rel=1e-3) for value in moved.values()), moved
-
-
 @pytest.mark.parametrize(
     "level, number, words",
     (
@@ -211,10 +188,13 @@ def test_one_line_says_so(level, number, words, caplog):
     assert "came in" not in caplog.text
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
 @pytest.mark.parametrize(
-    "make", (torch.optim.AdamW, FusedAdam, lambda params: torch.optim.SGD(params, momentum=0.9, lr=0.1))
+    "level, dtype, make",
+    [
+        *((level, torch.bfloat16, torch.optim.AdamW) for level in ("O1", "O2", "O4", "O5")),
+        ("O2", torch.float16, FusedAdam),
+        ("O2", torch.bfloat16, lambda params: torch.optim.SGD(params, momentum=0.9, lr=0.1)),
+    ],
 )
 def test_a_checkpoint_goes_on_bit_for_bit_loaded_after_initialize_and_a_warning_says_so_before(
     make, level, dtype, caplog
@@ -289,9 +269,11 @@ def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["without an optimizer", "with one"])
-@pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.bool))
-@pytest.mark.parametrize("make", [Net, lambda: born(torch.float16), lambda: born(torch.bfloat16)])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "make, dtype",
+    [(Net, torch.int64), (lambda: born(torch.float16), torch.bool), (lambda: born(torch.bfloat16), torch.int32)],
+)
+@pytest.mark.parametrize("level", ("O1", "O2", "O3"))
 def test_a_table_of_integers_is_left_alone(level, make, dtype, alone):
     model = with_table(make())
     model.table.data = model.table.data.to(dtype)

@@ -128,23 +128,6 @@ def test_scripted_part_without_weights_runs_in_lower_precision():
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("part", [PARTS["scripted"], PARTS["traced"]], ids=["scripted", "traced"])
-def test_scripted_part_is_cast_call_by_call_at_o1(part, level):
-    model = nn.Sequential(nn.Linear(4, 4), part())
-    x = torch.linspace(-1, 1, 12).reshape(3, 4)
-    with torch.autocast("cpu"):
-        expected = model(x)
-    own = {"patch_torch_functions_type": torch.bfloat16} if level == "O1" else {}
-    ampkit.initialize(model, opt_level=level, verbosity=0, **own)
-    found = model(x)
-    found.float().sum().backward()
-    ampkit.close()
-    assert found.dtype is expected.dtype is torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
-    assert all(param.grad.isfinite().all() for param in model.parameters())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_a_trace_of_a_model_warns_of_nothing_and_holds_what_was_written_before(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

@@ -96,23 +96,6 @@ def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, o
         assert ((param.float() - value).abs() <= value.abs() * 2.0**-8).all()
 
 
-@EVERY
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_kernels_and_reference_keep_the_same_rests(name, dtype, monkeypatch):
-    """To the last places, in which their float32 differs: the weights agree but where a value lies on the border of two."""
-    found = []
-    for devices in (kernels.backend.kernel_devices, frozenset()):
-        monkeypatch.setattr(kernels.backend, "kernel_devices", devices)
-        model = net(dtype)
-        optimizer = MAKERS[name](model.parameters())
-        for step in range(20):
-            for param, gradient in zip(model.parameters(), gradients_like(list(model.parameters()), step)):
-                param.grad = gradient
-            optimizer.step()
-        found.append(torch.cat([value.flatten() for value in float32_state_dict(model, optimizer).values()]))
-    torch.testing.assert_close(*found, rtol=20 * 2.0**-22, atol=1e-8)
-
-
 @functools.cache  # the same for all rows
 def trained_by_torch(dtype):
     model = net(dtype)
@@ -141,24 +124,6 @@ def test_one_pass_in_backward_gives_the_bits_of_a_step(name):
         assert all((p.grad is None) == bool(more) for p in model.parameters())
         results.append(bits(optimizer))
     assert_same(*results)
-
-
-def test_mixed_dtypes_and_parameters_without_a_gradient():
-    model = nn.ModuleList([nn.Linear(4, 4).to(dtype) for dtype in (torch.float32, BF16, F16, torch.float64)])
-    unused = nn.Parameter(torch.ones(3, dtype=BF16))
-    optimizer = AdamW([*model.parameters(), unused], lr=1e-3)
-    before = [p.detach().clone() for p in model.parameters()]
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    for _ in range(3):
-        optimizer.step()
-    for param, old in zip(model.parameters(), before):
-        assert ("rest" in optimizer.state[param]) == (param.dtype in (BF16, F16))
-        value = param.double()
-        if "rest" in optimizer.state[param]:
-            value = kernels.join(param, optimizer.state[param]["rest"]).double()
-        torch.testing.assert_close(value, old.double() * (1 - 1e-5) ** 3 - 3e-3, rtol=0, atol=2e-6)
-    assert (unused == 1).all() and "rest" not in optimizer.state.get(unused, {})
 
 
 BAD = zip(

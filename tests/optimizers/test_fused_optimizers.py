@@ -447,22 +447,14 @@ def test_fused_adam_with_masters_trains_what_float16_alone_would_lose():
     assert torch.equal(p.detach(), torch.full((4,), 0.99).bfloat16())
 
 
-# With these rates each parameter moves by many times what bfloat16 rounds away of it in a step.
-RATES = {
-    "FusedSGD": dict(lr=0.1, momentum=0.9),
-    "FusedAdam": dict(lr=0.01),
-    "FusedLAMB": dict(lr=0.01),
-    "FusedNovoGrad": dict(lr=0.1),
-    "FusedAdagrad": dict(lr=0.01),
-    "FusedMixedPrecisionLamb": dict(lr=0.01),
-    "FusedLARS": dict(lr=10.0, momentum=0.9),
-}
-
-
-# Each optimizer over weights with rests and over float32 ones, and each level.
+# With these rates each parameter moves by many times what bfloat16 rounds away of it in a step. The others have torch's twins
+# beside them in test_fused_step.py.
 MOVED = [
-    *((name, RATES[name], level) for name in FUSED_SETTINGS for level in ("O2", "O5")),
-    *(("FusedAdam", RATES["FusedAdam"], level) for level in ("O0", "O1", "O3", "O4")),
+    *(("FusedAdam", dict(lr=0.01), level) for level in ("O0", "O1", "O3", "O4")),
+    ("FusedLAMB", dict(lr=0.01), "O2"),
+    ("FusedNovoGrad", dict(lr=0.1), "O2"),
+    ("FusedMixedPrecisionLamb", dict(lr=0.01), "O2"),
+    ("FusedLARS", dict(lr=10.0, momentum=0.9), "O2"),
     ("FusedLARS", dict(lr=10.0, materialize_master_grads=False), "O2"),
 ]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from helpers import STORED_BF16, ScaleOnPaper, backward, initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
-from ampkit.iteration import found_inf, loss_scale, optimizer_wrapper, running_statistics
-from ampkit.iteration.loss_scale import HostCopy, LossScaler
+from ampkit.iteration import found_inf, optimizer_wrapper, running_statistics
+from ampkit.iteration.loss_scale import HostCopy
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -165,8 +165,7 @@ def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, 
             iteration(model, optimizer, x, y, clip=1.0, micro_batches=3, delayed=True)
 
 
-@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name, loss_scale", [*((name, "dynamic") for name in FUSED), ("FusedAdam", 64.0)])
 def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeypatch, host_copies):
     model, optimizer = initialized_on(device, FUSED[name], "O2", loss_scale=loss_scale)
     x, y = batch(device)
@@ -265,8 +264,13 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
         assert len(host_copies.read) == count
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O4", "O5"])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "level, make",
+    [
+        *((level, torch.optim.AdamW) for level in ("O1", "O2", STORED_BF16, "O4", "O5")),
+        *(("O2", make) for make in (torch.optim.SGD, torch.optim.Adam)),
+    ],
+)
 def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, device, monkeypatch, host_copies):
     """On the CPU a skip is told of at once, for which nothing has to be waited for."""
     model, optimizer = initialized_on(device, lambda p: make(p, lr=0.01), level)
@@ -352,18 +356,6 @@ def test_nothing_is_lost_when_the_device_is_far_behind(capsys, host_copies):
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 16384.0, "unskipped": 3}
 
 
-def test_flags_are_read_of_iterations_that_the_host_has_heard_of_alone(monkeypatch):
-    scaler, read = LossScaler(), []
-    for number in range(12):
-        scaler.update(torch.tensor([float(number == 0)]))
-    monkeypatch.setattr(loss_scale, "arrived", lambda flag: read.append(flag) or float(flag))
-    # Its flag is forgotten, those of 5 to 12 may not be there.
-    assert scaler._newest_skip(1) is None and read == []
-    found = scaler.update(torch.tensor([1.0]))
-    scaler.update(torch.tensor([0.0]))
-    assert scaler._newest_skip(13) is found and len(read) == 1
-
-
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "3.bias"])
 def test_the_first_parameter_that_is_not_finite_is_named_without_its_gradient(name, caplog):
     model, optimizer = initialized_on("cpu", FUSED["FusedAdam"], loss_scale=DynamicLossScale(init_scale=2.0**10))
@@ -387,50 +379,6 @@ def test_many_skips_at_the_floor_end_the_training_late():
         iteration(model, optimizer, *batch())
     iteration(model, optimizer, *batch())
     assert not ampkit.step_was_skipped(optimizer)
-
-
-def test_many_skips_found_by_state_dict_end_the_training_at_the_next_scale_loss():
-    model, optimizer = initialized_on("cpu", FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=1.0)
-    for _ in range(50):
-        iteration(model, optimizer, *batch(), math.inf)
-    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
-    with pytest.raises(ampkit.LossScaleError):
-        iteration(model, optimizer, *batch())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_device_rule_is_the_rule(seed):
-    """Random rules and findings, against the rule written out in Python; factors are powers of two, so all is exact."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*values):
-        return values[torch.randint(len(values), (), generator=generator).item()]
-
-    rule = DynamicLossScale(draw(4.0, 64.0), draw(2.0, 8.0), draw(0.5, 0.25), draw(1, 2, 3), draw(1, 2, 3))
-    floor, ceiling = draw(0.5, 1.0), draw(128.0, 256.0)
-    scaler = LossScaler(rule, floor, ceiling)
-    paper = ScaleOnPaper(rule, floor, ceiling)
-    for index in range(60):
-        if index == 30:
-            scaler.loss_scale = paper.scale = 1024.0  # by hand, above the ceiling
-        bad = draw(True, False, False)
-        found = scaler.update(torch.tensor([float(bad)]))
-        paper.after(bad)
-        if draw(True, False):
-            assert found.overflowed is bad
-        if draw(True, False):
-            state = scaler.state_dict()
-            assert (state["loss_scale"], state["unskipped"]) == (paper.scale, paper.clean)
-        assert float(scaler.current(torch.device("cpu"))) == paper.scale
-
-
-def test_a_scale_of_the_moment_stays_what_it_was():
-    scaler = LossScaler()
-    cpu = torch.device("cpu")
-    entered = scaler.current(cpu)
-    assert scaler.current(cpu) is entered
-    scaler.update(torch.ones(1))
-    assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs only has no fake tensors on CUDA")

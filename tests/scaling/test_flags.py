@@ -29,6 +29,8 @@ OPTIMIZERS = {
 PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
 
 each_level = pytest.mark.parametrize("level", LEVELS)
+# Each level at one of the scales, for tests of many ways.
+each_level_once = pytest.mark.parametrize("level, scale", [(LEVELS[i], SCALES[i % 2].values[0]) for i in range(3)])
 each_scale = pytest.mark.parametrize("scale", SCALES)
 # Each level at each scale with SGD, and each other optimizer once.
 each_case = pytest.mark.parametrize(
@@ -122,8 +124,7 @@ REPAIRS = {
 
 
 @pytest.mark.parametrize("way", REPAIRS)
-@each_level
-@each_scale
+@each_level_once
 def test_repaired_gradients_of_an_overflow_skip(level, scale, way):
     model, optimizer = made(level, scale)
     go(model, optimizer, BAD)
@@ -146,8 +147,7 @@ CLEARS = {
 
 
 @pytest.mark.parametrize("way", CLEARS)
-@each_level
-@each_scale
+@each_level_once
 def test_cleared_gradients_take_their_overflow_along(level, scale, way):
     model, optimizer = made(level, scale)
     go(model, optimizer, BAD)
@@ -194,8 +194,7 @@ def checkpointed_block_of_the_other(first, second):
 
 @pytest.mark.parametrize("between", [nothing, block_left_early, block_of_the_other, checkpointed_block_of_the_other])
 @pytest.mark.parametrize("sessions", [1, 2])
-@each_level
-@each_scale
+@each_level_once
 def test_momentum_moves_nothing_at_a_second_step_after_a_skip(level, scale, sessions, between):
     make = partial(torch.optim.SGD, lr=1.0, momentum=0.5)
     model, other, optimizer, of_other = made(level, scale, count=2, make=make, sessions=sessions)
@@ -269,8 +268,7 @@ ADDS = {
 
 
 @pytest.mark.parametrize("way", ADDS)
-@each_level
-@each_scale
+@each_level_once
 def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, way):
     """GEM: gradients of old tasks are added to those of the new one."""
     model, optimizer = made(level, scale)
@@ -283,8 +281,7 @@ def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, 
         assert value(model) == expected
 
 
-@each_level
-@each_scale
+@each_level_once
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("bad_task", [None, 0, 1])
 def test_gradients_of_several_tasks_are_combined_as_in_pcgrad(level, scale, named, bad_task):
@@ -326,8 +323,7 @@ def test_a_discriminator_that_steps_every_second_iteration_loses_no_clean_step(l
     assert moves == [True, True, True]
 
 
-@each_level
-@each_scale
+@each_level_once
 @pytest.mark.parametrize("clips", [False, True], ids=["as they are", "clipped"])
 @pytest.mark.parametrize("end", ["close", "initialize"])
 def test_an_end_before_the_step_leaves_no_inf_in_gradients(level, scale, end, clips):

@@ -93,16 +93,16 @@ def test_without_a_session_there_is_no_loss_scale():
         ampkit.to_grad_scaler()
 
 
-@pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
 @pytest.mark.parametrize(
-    "make",
+    "level, make",
     (
-        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
-        lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        ("O1", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True)),
+        ("O2", lambda p: torch.optim.Adam(p, lr=0.01, fused=True)),
+        ("O2", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True)),
+        ("O5", lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
+        ("O4", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
     ),
-    ids=("SGD fused", "Adam fused", "AdamW fused", "SGD"),
+    ids=("SGD fused", "Adam fused", "SGD fused over rests", "AdamW fused", "SGD"),
 )
 def test_torchs_grad_scaler_left_in_the_script_unscales_for_every_optimizer(make, level):
     """It hands its scale to fused optimizers, which torch has unscale in the step."""

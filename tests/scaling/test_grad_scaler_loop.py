@@ -54,8 +54,10 @@ def test_an_overflow_does_not_stay_where_no_optimizer_clears_it():
     assert torch.equal(model.bias.grad, torch.full((2,), 3.0))
 
 
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O4", "O5"))
+@pytest.mark.parametrize(
+    "level, optimizer_name",
+    [("O0", "SGD"), ("O1", "AdamW"), *(("O2", name) for name in OPTIMIZERS), ("O4", "FusedAdam"), ("O5", "SGD")],
+)
 def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
     spoiled = {2} if level in ("O1", "O2") else set()
     settings = {"loss_scale": RULE} if spoiled else {}

@@ -7,12 +7,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Operators, backward, initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit.iteration import running_statistics
 from ampkit.optimizers import FusedSGD
 from ampkit.parallel import convert_syncbn_model
 
@@ -173,7 +172,7 @@ def test_only_the_bad_channel_goes_back(name):
     assert ampkit.step_was_skipped(optimizer) and all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("name, bad", [("SGD", 0), ("SGD", 2), *((name, 1) for name in OPTIMIZERS)])
+@pytest.mark.parametrize("name, bad", [("SGD", 0), ("FusedSGD", 1), ("RMSprop", 2)])
 def test_of_several_micro_batches_the_good_ones_stay(name, bad):
     plain, (model, optimizer) = Net(), initialize_quietly(Net(), OPTIMIZERS[name], "O0", loss_scale="dynamic")
     for x in batches(3, bad):
@@ -206,8 +205,7 @@ def initialize_both(pair, optimizers, sessions, **settings):
         ampkit.initialize(pair.critic, optimizers[1], **settings)
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name, sessions", [("FusedSGD", 1), ("SGD", 2), ("fused AdamW", 1), ("RMSprop", 2)])
 def test_generator_and_critic(name, sessions):
     """The generator runs in the critic's iterations too, and whatever has run has counted the batch."""
     plain, pair = Adversaries(), Adversaries()
@@ -257,23 +255,6 @@ def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, 
     assert int(pair.critic[1].num_batches_tracked) == int(pair.generator[1].num_batches_tracked) == 2
 
 
-@pytest.mark.parametrize("layers", [1, 8])
-def test_choosing_on_the_device_takes_as_many_operators_however_many_layers(layers):
-    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(layers)])
-    statistics = running_statistics.RunningStatistics()
-    for value in (1.0, math.nan):
-        statistics.before_forward(model)
-        model(torch.full((2, 4), value))
-        with Operators() as operators:
-            statistics.keep_finite()
-        for norm in model:
-            assert norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()
-    computed = {name for name in operators.names if name not in ("view", "slice", "_local_scalar_dense")}
-    assert computed == {"cat", "abs", "eq", "ne", "mul", "all", "where", "_foreach_copy_"}
-    assert sum(operators.names.count(name) for name in computed) == 8
-    torch.testing.assert_close(model[0].running_mean, torch.full((4,), 0.1))
-
-
 def test_what_no_optimizer_owns_is_kept_finite_too():
     teacher, students = nn.BatchNorm1d(6), nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
     optimizers = [torch.optim.SGD(student.parameters(), lr=0.1) for student in students]
@@ -319,8 +300,7 @@ def test_a_forward_in_eval_mode_is_finite_after_a_bad_batch_whose_step_the_scrip
     assert_same(norms_of(buffers_of(model)), before)
 
 
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD", "RMSprop"])
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level, name", [("O4", "FusedSGD"), ("O5", "SGD"), ("O5", "RMSprop")])
 def test_statistics_stay_finite_without_any_block(level, name):
     """At loss scale 1 scripts may leave `scale_loss` out. RMSprop's gradients are looked at where that is asked for."""
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS[name], level, check_gradients=True)
@@ -382,17 +362,15 @@ def test_a_forward_that_is_computed_again_in_the_backward_pass():
     assert int(model.net[1].num_batches_tracked) == 10
 
 
-@pytest.mark.parametrize("name, compile_first", [("FusedSGD", True), ("SGD", False)])
-def test_a_compiled_model(name, compile_first):
+def test_a_compiled_model():
     """The graph updates the statistics; they are looked at outside of it, for the first trace as for each later call."""
     good = batches(2, None)
     bad = good[0] * math.inf
     data = [bad, good[0], bad, good[1]]
     plain, model = Net(), Net()
-    train_plainly(plain, OPTIMIZERS[name](plain.parameters()), data)
-    compiled = torch.compile(model, backend="aot_eager") if compile_first else None
-    model, optimizer = initialize_quietly(model, OPTIMIZERS[name], "O0", loss_scale=128.0)
-    compiled = compiled or torch.compile(model, backend="aot_eager")
+    train_plainly(plain, OPTIMIZERS["FusedSGD"](plain.parameters()), data)
+    compiled = torch.compile(model, backend="aot_eager")
+    model, optimizer = initialize_quietly(model, OPTIMIZERS["FusedSGD"], "O0", loss_scale=128.0)
     train(compiled, optimizer, data)
     assert int(model[1].num_batches_tracked) == 4
     torch.testing.assert_close(buffers_of(model), buffers_of(plain))
@@ -480,21 +458,6 @@ def test_what_was_written_after_a_forward_stays(write, trial):
     assert_finite(model)
 
 
-def test_an_overflow_in_a_closure():
-    plain, (model, optimizer) = Net(), initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale=128.0)
-    (bad,) = batches(1, 0)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, bad)
-        backward(loss, optimizer)
-        return loss
-
-    optimizer.step(closure)
-    see(plain, lambda: loss_of(plain, bad))
-    assert_same(buffers_of(model), buffers_of(plain))
-
-
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_a_norm_that_came_after_initialize(leaves_out):
     """``leaves_out``: what the last forward has left is not finite when the norm comes."""
@@ -510,19 +473,6 @@ def test_a_norm_that_came_after_initialize(leaves_out):
         norms_of(buffers_of(model)), {"2.running_mean": torch.zeros(4), "2.running_var": torch.ones(4), **before}
     )
     assert int(model[2].num_batches_tracked) == 1
-
-
-def test_layers_are_looked_for_again_when_a_module_has_been_added_somewhere(monkeypatch):
-    model, optimizer = initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale="dynamic")
-    looked_in = []
-    kind = running_statistics._Statistics
-    look_in = kind.look_in
-    monkeypatch.setattr(kind, "look_in", lambda those, model: looked_in.append(model) or look_in(those, model))
-    for number in (1, 1, 2, 2, 2, 3):
-        if number > len(looked_in) > 0:
-            nn.Sequential(nn.Linear(2, 2))
-        train(model, optimizer, batches(1, None))
-        assert looked_in == [model] * number
 
 
 def test_a_forward_under_a_transform_or_a_tracer_is_not_looked_at():

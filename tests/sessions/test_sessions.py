@@ -174,25 +174,6 @@ def test_a_loss_is_not_shared_with_a_disabled_session():
                 pass
 
 
-def test_o1_and_o2_train_side_by_side_as_alone():
-    start = make_pair()[0].state_dict()
-
-    def fresh(level):
-        model, optimizer = make_pair()
-        model.load_state_dict(copy.deepcopy(start))
-        return ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    alone = {}
-    for level in ("O1", "O2"):
-        pair = fresh(level)
-        alone[level] = [shrink_output(*pair) for _ in range(5)]
-        ampkit.close()
-    o1, o2 = fresh("O1"), fresh("O2")
-    together = [(shrink_output(*o1), shrink_output(*o2)) for _ in range(5)]
-    assert [pair[0] for pair in together] == alone["O1"]
-    assert [pair[1] for pair in together] == alone["O2"]
-
-
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_threads_initialize_and_train_as_alone(where):
     """Four at once, at levels of their own: the same weights, bit for bit."""
@@ -446,21 +427,6 @@ def test_thirty_times_leaves_what_two_left(level, same_model):
     assert min(memory[16] - memory[2], memory[30] - memory[16]) < 14 * 1024, memory
 
 
-@pytest.mark.parametrize("level, dtype", [(STORED_BF16, torch.bfloat16), ("O5", torch.float32)])
-def test_second_initialize_of_a_model_starts_from_the_masters(level, dtype):
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    shrink_output(model, optimizer, times=3)
-    masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
-    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
-    assert len(live_sessions) == 1 and ampkit.current_session().plan.loss_scale == 1.0
-    again = list(ampkit.master_params(optimizer))
-    assert all(torch.equal(x, y) for x, y in zip(masters, again))
-    assert all(torch.equal(x, optimizer.state[p]["momentum_buffer"]) for x, p in zip(momenta, model.parameters()))
-    assert model[0].weight.dtype is dtype
-
-
 def test_second_initialize_of_half_the_things_closes_the_whole_session():
     first, second = make_pair(), make_pair()
     ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O2", verbosity=0)
@@ -598,17 +564,6 @@ def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part):
     assert f"'{part or 0}.weight' is {DTYPES[change]}" in str(caught.value) and "Do not change the dtype" in str(
         caught.value
     )
-
-
-@pytest.mark.parametrize("level", ("O2", "O5"))
-def test_layer_that_is_new_since_initialize_trains_in_float32(level):
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model[3] = nn.Linear(8, 2)
-    optimizer.add_param_group({"params": model[3].parameters()})
-    before = model[3].weight.detach().clone()
-    shrink_output(model, optimizer)
-    assert model[3].weight.dtype is torch.float32 and not torch.equal(model[3].weight, before)
 
 
 def test_to_the_same_device_keeps_masters_and_casts():
