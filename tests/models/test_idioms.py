@@ -7,6 +7,7 @@ and how far from float32's its buffers may end. Expected values are plain torch'
 import contextlib
 import functools
 import itertools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -143,11 +144,22 @@ def long_sequences(generator):
     return x, x
 
 
+def waves(generator):
+    x, _ = long_sequences(generator)
+    angles = torch.arange(300)[:, None] / 10 ** (torch.arange(8.0) / 8)
+    return x, 0.8 * x * torch.cat([angles.sin(), angles.cos()], -1)
+
+
 def tokens(generator):
     ids = torch.randint(20, (16, 1), generator=generator)
     for _ in range(12):
         ids = torch.cat([ids, (3 * ids[:, -1:] + 1) % 20], 1)
     return ids[:, :-1], ids[:, 1:]
+
+
+def last_token(generator):
+    x, y = tokens(generator)
+    return x, y[:, -1]
 
 
 def images(generator, size=8):
@@ -158,6 +170,11 @@ def images(generator, size=8):
 def signals(generator):
     x = torch.randn(16, 4, 32, generator=generator).cumsum(-1) / 4
     return x, x.roll(1, -1)
+
+
+def points(generator):
+    x = torch.randn(32, 6, 3, generator=generator)
+    return x, torch.cdist(x, x).amax((1, 2))[:, None]
 
 
 def observations(generator):
@@ -257,9 +274,21 @@ def rotary_of_inv_freq(self, x):
     return rotary_attention(self, x, self.inv_freq)
 
 
+@idiom(lambda: projections(theta=inverse_frequencies()), long_sequences)
+def rotary_of_theta(self, x):
+    return rotary_attention(self, x, self.theta)
+
+
 @idiom(projections, long_sequences)
 def rotary_in_forward(self, x):
     return rotary_attention(self, x, inverse_frequencies())
+
+
+@idiom(lambda: projections(frequencies=inverse_frequencies()), waves)
+def einsum_of_positions(self, x):
+    positions = torch.arange(x.shape[1], dtype=torch.float32)
+    angles = torch.einsum("i,j->ij", positions, self.frequencies)
+    return self.out(x * torch.cat([angles.sin(), angles.cos()], -1))
 
 
 # Recurrence.
@@ -314,7 +343,32 @@ def constant_kernel(self, x):
     return self.outward(F.conv1d(F.gelu(self.inward(x)), self.kernel, padding=1, groups=8))
 
 
+def mixed(generator):
+    x, y = vectors(generator)
+    category = torch.randint(5, (64,), generator=generator)
+    return category, x, x[:, 0] > 0, y + category[:, None] / 4
+
+
+@idiom(lambda: dict(embed=nn.Embedding(5, 8), net=mlp(25, 32, 4)), mixed, of_several)
+def mixed_inputs(self, category, x, flag):
+    return self.net(torch.cat([self.embed(category), x, flag[:, None].float()], dim=1))
+
+
 # Graphs, sets and geometry.
+
+
+def graphs(generator):
+    nodes = torch.randn(24, 16, generator=generator)
+    edges = (torch.rand(24, 24, generator=generator) < 0.2).float()
+    adjacency = ((edges + edges.T) > 0).float() + torch.eye(24)
+    norm = adjacency.sum(1).rsqrt()
+    adjacency = norm[:, None] * adjacency * norm
+    return nodes, adjacency, adjacency @ nodes[:, :4]
+
+
+@idiom(two_layers, graphs, of_several)
+def graph_convolution(self, x, adjacency):
+    return adjacency @ self.outer(F.relu(torch.matmul(adjacency, self.inner(x))))
 
 
 def sets(generator):
@@ -329,6 +383,36 @@ def scatter_into_zeros(self, x, index):
     return self.outer(torch.zeros(8, 32).scatter_add(0, index[:, None].expand(-1, 32), hidden))
 
 
+@idiom(lambda: dict(router=nn.Linear(16, 4), experts=nn.ModuleList(mlp(16, 16, 4) for _ in range(4))), vectors)
+def mixture_of_experts(self, x):
+    weights, chosen = torch.topk(F.softmax(self.router(x), dim=-1), 2)
+    weights, out = weights / weights.sum(-1, keepdim=True), torch.zeros(len(x), 4)
+    for i, expert in enumerate(self.experts):
+        rows, place = torch.where(chosen == i)
+        out.index_add_(0, rows, weights[rows, place, None] * expert(x[rows]))
+    return out
+
+
+@idiom(lambda: dict(embed=nn.Linear(3, 8), head=nn.Linear(36, 1)), points)
+def pairwise_distances(self, x):
+    hidden = self.embed(x)
+    return self.head(torch.cdist(hidden, hidden).flatten(1))
+
+
+def locating():
+    locate = nn.Linear(192, 6)
+    nn.init.zeros_(locate.weight)
+    locate.bias.data = torch.tensor([1.0, 0, 0, 0, 1, 0])
+    return dict(locate=locate, conv=nn.Conv2d(3, 8, 3), head=nn.Linear(288, 4))
+
+
+@idiom(locating, images, classification, sgd)
+def spatial_transformer(self, x):
+    theta = self.locate(x.flatten(1)).view(-1, 2, 3)
+    grid = F.affine_grid(theta, list(x.size()), align_corners=False)
+    return self.head(F.relu(self.conv(F.grid_sample(x, grid, align_corners=False))).flatten(1))
+
+
 # Numbers of a wide range.
 
 
@@ -337,6 +421,12 @@ def fourier_layer(self, x):
     spectrum = torch.fft.rfft(self.lift(x))[..., :9]
     mixed = torch.einsum("bim,iom->bom", spectrum, torch.view_as_complex(self.weight))
     return torch.fft.irfft(mixed, n=x.size(-1))
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 9)), vectors, lambda model, x, y: F.mse_loss(model(x), y[:, 0]))
+def log_determinant(self, x):
+    matrices = self.net(x).view(-1, 3, 3) + 2 * torch.eye(3)
+    return torch.linalg.slogdet(matrices)[1]
 
 
 def priced(generator):
@@ -349,6 +439,29 @@ def priced(generator):
 def house_prices(self, x, price):
     predicted = self.net(x).squeeze(1)
     return F.mse_loss(predicted, (price - self.mean) / self.std), predicted * self.std + self.mean
+
+
+def flow_loss(model, x, _):
+    z, log_determinant = model(x * 2)
+    normal = torch.distributions.Normal(torch.zeros(16), torch.ones(16))
+    return -(normal.log_prob(z).sum(1) + log_determinant).mean()
+
+
+@idiom(lambda: dict(nets=nn.ModuleList(mlp(8, 32, 16) for _ in range(4))), vectors, flow_loss)
+def coupling_flow(self, x):
+    log_determinant = torch.zeros(len(x))
+    a, b = x.chunk(2, dim=1)
+    for net in self.nets:
+        scale, shift = net(a).chunk(2, dim=1)
+        a, b = b * torch.exp(torch.tanh(scale)) + shift, a
+        log_determinant = log_determinant + torch.tanh(scale).sum(1)
+    return torch.cat([a, b], dim=1), log_determinant
+
+
+@idiom(lambda: dict(logits=nn.Linear(16, 8), values=nn.Linear(8, 4)), vectors)
+def gumbel_softmax_by_hand(self, x):
+    noise = -torch.log(-torch.log(torch.rand(len(x), 8) + 1e-9) + 1e-9)
+    return self.values(F.softmax((self.logits(x) + noise) / 0.7, dim=-1))
 
 
 # Buffers that count, average and queue.
@@ -385,6 +498,39 @@ def running_mean_of_observations(self, x):
 
 
 # Parameters that are no layer's, and layers that are not quite their own.
+
+
+@idiom(lambda: dict(gate=nn.Parameter(torch.tensor(0.0)), net=mlp(16, 32, 4), skip=nn.Linear(16, 4)), vectors)
+def scalar_gate(self, x):
+    gate = torch.sigmoid(self.gate)
+    return gate * self.net(x) + (1 - gate) * self.skip(x)
+
+
+@idiom(lambda: dict(gamma=nn.Parameter(torch.full((16,), 1e-2)), norm=nn.LayerNorm(16), net=mlp(16, 16)), sequences)
+def layer_scale(self, x):
+    return x + self.gamma * self.net(self.norm(x))
+
+
+@idiom(
+    lambda norm: dict(first=norm(nn.Linear(16, 32)), second=norm(nn.Linear(32, 4))),
+    vectors,
+    variants={
+        "by the old spectral norm": nn.utils.spectral_norm,
+    },
+)
+def reparametrized(self, x):
+    return self.second(F.leaky_relu(self.first(x)))
+
+
+@idiom(lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="mean"), head=nn.Linear(16, 20)), last_token, classification)
+def embedding_bag(self, ids):
+    offsets = torch.arange(0, ids.numel(), ids.shape[1])
+    return self.head(self.bag(ids.flatten(), offsets))
+
+
+@idiom(lambda: dict(left=nn.Linear(16, 8), pair=nn.Bilinear(8, 16, 4)), vectors)
+def bilinear(self, x):
+    return self.pair(torch.tanh(self.left(x)), x)
 
 
 # Layers written by hand.
@@ -432,6 +578,48 @@ def of_dictionaries(model, batch):
 def dictionaries(self, batch):
     hidden = self.net(batch["x"] * batch["mask"][:, None])
     return {"out": {"logits": hidden + batch["extra"]["bias"]}, "count": batch["mask"].sum()}
+
+
+@idiom(
+    lambda: dict(trunk=mlp(16, 32, 32), heads=nn.ModuleDict({"a": nn.Linear(32, 4), "b": nn.Linear(32, 2)})),
+    vectors,
+    lambda model, x, y: F.mse_loss((found := model(x))["a"], y) + F.l1_loss(found["b"], y[:, :2]),
+)
+def several_heads(self, x):
+    hidden = F.relu(self.trunk(x))
+    return {name: head(hidden) for name, head in self.heads.items()}
+
+
+def encoded_and_decoded(model, x, _):
+    z = model.encode(x)
+    return F.mse_loss(model.decode(z), x) + 1e-3 * z.pow(2).mean()
+
+
+@idiom(lambda: dict(encoder=mlp(16, 32, 6), decoder=mlp(6, 32, 16)), vectors, encoded_and_decoded)
+class OtherMethods:
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class RoundStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@idiom(two_layers, vectors)
+def straight_through(self, x):
+    return self.outer(RoundStraightThrough.apply(torch.tanh(self.inner(x))))
 
 
 @idiom(lambda: dict(trunk=mlp(16, 32, 32), head=nn.Linear(32, 4)), vectors)
