@@ -7,7 +7,6 @@ and how far from float32's its buffers may end. Expected values are plain torch'
 import contextlib
 import functools
 import itertools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
