@@ -120,7 +120,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
                 at_floor = Finder()  # what overflows first at a high scale may be harmless
                 at_floor.run(iteration, run.floor / run.scale)
                 culprit = at_floor.culprit or culprit
-            found = [*_of_divergence(finder), *of_precision(trials, culprit)]
+            found = [*of_precision(trials, culprit), *_of_divergence(finder)]
     return Diagnosis(finder.operations, run.scale, culprit, tuple(found), tuple(finder.given))
 
 
@@ -130,4 +130,4 @@ def _of_divergence(finder: Finder) -> Iterator[Cure]:
     size = max(map(largest, params), default=0.0)
     if finder.culprit is not None and finder.culprit.kind == OVERFLOW and size > _LARGE:
         words = "if the losses rose before, the run diverges, in float32 too: lower the learning rate"
-        yield Cure(f"the largest weight is {size:.4g}; {words}, and no precision helps")
+        yield Cure(f"the largest weight is {size:.4g}; {words}")

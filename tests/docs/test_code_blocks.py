@@ -12,6 +12,7 @@ import torch
 from helpers import ROOT
 
 import ampkit.apex
+from ampkit.insight.record import advice
 
 PAGES = [
     ROOT / "README.md",
@@ -58,6 +59,7 @@ def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkey
     """As one script, whose lines ampkit quotes."""
     monkeypatch.chdir(tmp_path)  # some write checkpoints
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
+    monkeypatch.setattr(advice, "computes_slowly_in", lambda dtype: False)  # as on the processor of the pages
     monkeypatch.setattr(torch, "compile", torch.compile)  # Lightning wraps it when it is imported
     names = {"__name__": "page"}
     printed, script = "", ""
