@@ -385,7 +385,18 @@ def test_model_without_a_forward_trains(level):
     torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=0.02, atol=0.02)
 
 
-# Values put in the place of weights in float32
+def test_float32_values_put_in_the_place_of_weights_are_taken_at_o3():
+    model = make_net()
+    optimizer = ampkit.optimizers.FusedAdam(model.parameters(), lr=0.01)
+    ampkit.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    train(model, optimizer)
+    values = [param.detach().float() * 1.001 + 1e-4 for param in model.parameters()]
+    for param, value in zip(model.parameters(), values):
+        param.data = value
+    model(X)
+    assert model[0].weight.dtype is BF16
+    assert all(torch.equal(param, value.to(BF16)) for param, value in zip(model.parameters(), values))
+    train(model, optimizer)
 
 
 # Averages

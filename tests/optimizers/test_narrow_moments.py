@@ -252,11 +252,15 @@ def test_checkpoints_of_plain_optimizers_hold_no_seed():
     assert "seed" not in FusedAdam([nn.Parameter(torch.ones(3))]).state_dict()["param_groups"][0]
 
 
-def test_stochastic_rounding_takes_steps_that_nearest_loses():
+@pytest.mark.parametrize("level", [None, "O3"])
+def test_stochastic_rounding_takes_steps_that_nearest_loses(level):
     """Steps of 2^-10 downwards from 1, where neighbours in bfloat16 are 2^-8 apart and to nearest nothing ever moves."""
     for rounding, expected in (("nearest", 1.0), ("stochastic", 1.0 - 256 * 2**-10)):
-        param = nn.Parameter(torch.ones(4096, dtype=BF16))
+        model = nn.Linear(64, 64, bias=False, dtype=BF16)
+        param = nn.init.ones_(model.weight)
         optimizer = FusedSGD([param], lr=2**-10, rounding=rounding, rests=False)
+        if level is not None:
+            ampkit.initialize(model, optimizer, opt_level=level, cast_model_type=BF16, verbosity=0)
         for _ in range(256):
             param.grad = torch.ones_like(param)
             optimizer.step()

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from helpers import STORED_BF16, at
+from helpers import STORED_BF16, at, initialize_quietly, iterate
 from torch import nn
 
 import ampkit
@@ -197,6 +197,17 @@ def test_a_step_that_a_script_has_replaced_runs_over_float32_and_is_said_once(ca
         model, optimizer, *reference = beside_float64(adamw, 4)
     assert optimizer.updates == 4 and caplog.text.count("its step() is not torch's own") == 1
     assert_trained_alike(model, optimizer, *reference)
+
+
+def test_a_sparse_gradient_is_torchs_own_step_and_said(caplog):
+    model = nn.Embedding(10, 4, sparse=True)
+    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.5), STORED_BF16)
+    before = values_of(model)
+    with caplog.at_level("INFO", logger="ampkit"):
+        iterate(lambda: model(torch.tensor([1, 3, 3])).sum(), optimizer)
+    assert "a sparse gradient" in caplog.text
+    rows = (values_of(model)[0] - before[0]).abs().sum(-1) > 0
+    assert rows.nonzero().flatten().tolist() == [1, 3]
 
 
 def test_off_the_step_torchs_functions_are_torchs():

@@ -17,7 +17,7 @@ import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
 from ampkit.iteration import found_inf, optimizer_wrapper, running_statistics
-from ampkit.iteration.loss_scale import HostCopy
+from ampkit.iteration.loss_scale import HostCopy, LossScaler
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -379,6 +379,23 @@ def test_many_skips_at_the_floor_end_the_training_late():
         iteration(model, optimizer, *batch())
     iteration(model, optimizer, *batch())
     assert not ampkit.step_was_skipped(optimizer)
+
+
+def test_many_skips_found_by_state_dict_end_the_training_at_the_next_scale_loss():
+    model, optimizer = initialized_on("cpu", FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=1.0)
+    for _ in range(50):
+        iteration(model, optimizer, *batch(), math.inf)
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    with pytest.raises(ampkit.LossScaleError):
+        iteration(model, optimizer, *batch())
+
+
+def test_a_scale_of_the_moment_stays_what_it_was():
+    scaler = LossScaler()
+    cpu = torch.device("cpu")
+    entered = scaler.current(cpu)
+    scaler.update(torch.ones(1))
+    assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs only has no fake tensors on CUDA")

@@ -109,6 +109,18 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
         assert torch.equal(model.state_dict()[name], rounded if level == "O3" and name != "offset" else start[name])
 
 
+@pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
+def test_moments_are_those_of_before_close(level):
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    classify_tokens(model, optimizer)
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in optimizer.param_groups[0]["params"]]
+    ampkit.close()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert set(optimizer.state) == set(trained)
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], moment) for p, moment in zip(trained, moments))
+
+
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
 def test_training_goes_on_in_plain_torch_after_close(level):
     model, optimizer = make_pair()

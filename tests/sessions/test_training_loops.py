@@ -58,6 +58,21 @@ def assert_weights_close(optimizer, reference, tolerance=5e-3):
 
 
 @pytest.mark.parametrize("level", SCALED)
+def test_zero_grad_of_the_model_inside_the_block_clears(level):
+    model, optimizer = initialized(level)
+    reference, sgd = plain()
+    for _ in range(4):
+        with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+            model.zero_grad(set_to_none=False)
+            scaled.backward()
+        optimizer.step()
+        sgd.zero_grad()
+        loss_of(reference).backward()
+        sgd.step()
+    assert_weights_close(optimizer, reference)
+
+
+@pytest.mark.parametrize("level", SCALED)
 def test_step_inside_the_block_is_refused(level):
     model, optimizer = initialized(level)
     before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
