@@ -710,6 +710,13 @@ HEALTHY = {
         f"h = checkpoint(lambda x: F.relu(self.norm(self.body(x))), x, use_reentrant=False)\n{HEAD}"
     },
     "a loss near 0": {"loss": "return F.mse_loss(out.float(), 0.99 * out.float().detach())"},
+    "a teacher that is held elsewhere": {
+        "init": "self.teacher = [nn.Linear(8, 4)]",
+        "forward": f"{BODY}\nwith torch.no_grad(): self.teacher[0](x.float())\n{HEAD}",
+    },
+    "Adam over lists": {
+        "model": f"{TRAINED}\n_W = torch.optim.AdamW\ntorch.optim.AdamW = lambda params, lr: _W(params, lr, foreach=True)"
+    },
     "an exponential average": {"clip": "AVG = [p.detach().clone().mul_(0.9) for p in model.parameters()]"},
 }
 

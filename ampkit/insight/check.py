@@ -176,7 +176,10 @@ class Observer(Watch, logging.Handler):
                 self._look()
                 if not (skipped or is_skipped(optimizer)):  # its moments are there
                     self._looked_at.add(optimizer)
-        if self.does.endswith("in float16") and not self.has_scaler:
+        is_float16 = (
+            self.does.endswith("in float16") and "weights" not in self.does
+        )  # those may be scaled by hand, or frozen
+        if is_float16 and not self.has_scaler:
             self.note(f"{self.does}, without a loss scale: small gradients underflow to 0; O1 and O2 scale the loss")
 
     def _look(self) -> None:
@@ -326,7 +329,8 @@ class _Products:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
             self.flops += product.flops
-            self.dtypes.add(tensors_in(out)[0].dtype)
+            if any(one.requires_grad for one in call.inputs()):  # data may be made in any precision
+                self.dtypes.add(tensors_in(out)[0].dtype)
             for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
                 if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
                     self.off[key] += product.flops
@@ -393,7 +397,9 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
 def _unregistered(seen: Observer) -> Iterator[str]:
     held = {param for one in seen.steps for param in params_of(one)}
     for module, site in seen.unregistered.items() if held else ():
-        if held.isdisjoint(module.parameters()):
+        # A teacher has no gradients, and a network that only measures is in eval().
+        has_gradients = any(param.grad is not None for param in module.parameters())
+        if module.training and has_gradients and held.isdisjoint(module.parameters()):
             kind = type(module).__name__
             yield f"a {kind} that runs at {site}: no model has it as a part; nn.ModuleList keeps what a list hides"
 

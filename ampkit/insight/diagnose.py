@@ -10,11 +10,8 @@ from .against import Comparison, compare
 from .cures import Cure, Trials, of_precision, of_scale
 from .evidence import GIVEN, OVERFLOW, SCALE
 from .finder import Culprit, Finder
-from .trend import largest
+from .trend import LARGE, largest
 from .words import short
-
-#: Weights as large as this are seldom those of a run that learns.
-_LARGE = 100.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +125,6 @@ def _of_divergence(finder: Finder) -> Iterator[Cure]:
     """What no trial on one batch can tell: that an iteration fails by weights which grew in those before."""
     params = (param for module in list(finder.modules) for param in module.parameters(recurse=False))
     size = max(map(largest, params), default=0.0)
-    if finder.culprit is not None and finder.culprit.kind == OVERFLOW and size > _LARGE:
+    if finder.culprit is not None and finder.culprit.kind == OVERFLOW and size > LARGE:
         words = "if the losses rose before, the run diverges, in float32 too: lower the learning rate"
         yield Cure(f"the largest weight is {size:.4g}; {words}")

@@ -159,7 +159,7 @@ class ScriptFinder(Finder):
         losses, self._loss = tensors_in(roots) if self._loss is None else [self._loss], None
         with unwatched():
             self.on_loss(tensors_in(roots))
-            if len(losses) == 1 and losses[0].numel() == 1:
+            if len(losses) == 1 and losses[0].numel() == 1 and not losses[0].is_complex():
                 self._trend.loss(look()[0], float(losses[0].detach()))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
             # Gradients that were not finite may have ruined weights by hand: what made them is the cause.

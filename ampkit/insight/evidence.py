@@ -111,10 +111,13 @@ def _in_float64(call: Call, inputs: Any) -> list[torch.Tensor]:
 def divisor_of(name: str, args: Any) -> torch.Tensor | None:
     """What an operator divides by, or would have a power of in the divisor."""
     place = _DIVISORS.get(name.removeprefix("foreach_"))
-    if place is None or place >= len(args) or (name == "pow" and not bool((torch.as_tensor(args[1]) < 0).any())):
+    if place is None or place >= len(args):
+        return None
+    if name.endswith("pow") and not (isinstance(args[1], (int, float)) and args[1] < 0):
         return None
     one = args[place]
-    return torch.cat([part.flatten() for part in one]) if isinstance(one, (tuple, list)) else torch.as_tensor(one)
+    is_list = isinstance(one, (tuple, list))  # of tensors or of numbers
+    return torch.cat([torch.as_tensor(part).flatten() for part in one]) if is_list else torch.as_tensor(one)
 
 
 def subject(call: Call) -> str:

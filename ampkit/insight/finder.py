@@ -100,6 +100,8 @@ class Finder(Watch):
             raise
         if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
             made = [*tensors_in(out), *call.written()]
+            for one in made if self._widened else ():  # its memory may be that of an earlier cast
+                self._widened.pop(address(one), None)
             if call.name == "cast" and made[0].element_size() > (read := call.inputs()[0]).element_size():
                 self._widened[address(made[0])] = read.dtype
             if bad := [tensor for tensor in made if not is_finite(tensor)]:

@@ -25,6 +25,8 @@ from .watching import Call, address
 _SPIKES = 1000.0
 #: A run whose losses and weights are this many times the first diverges. An operator that makes so much of its arguments spikes.
 _RISES = 10.0
+#: Weights, or gradients, that are as large as this are seldom those of a run that learns.
+LARGE = 100.0
 #: A divisor below it makes gradients a thousand times as large.
 _SMALL = 1e-3
 _LEAST = 3  # iterations with which one is compared
@@ -86,7 +88,7 @@ class Trend:
         size = max(map(largest, gradients), default=0.0) / scale
         growth = self._grow("gradients", size) if math.isfinite(size) else 0.0
         of_one, call, text = self._most
-        if self._iterations < _LEAST or growth < _SPIKES or call is None or self.spike is not None:
+        if self._iterations < _LEAST or growth < _SPIKES or size < LARGE or call is None or self.spike is not None:
             return False
         if of_one**2 < growth or self._rise_of_weights() > _RISES:  # no operator alone has made it
             return False
@@ -118,7 +120,12 @@ class Trend:
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.inf]
             is_sudden = len(finite) < 3 and not math.isfinite(losses[-1]) and math.isfinite(weights)
             has_risen = is_sudden or max(finite[-3:]) > _RISES * abs(finite[0])
-            if len(losses) > 1 and math.isfinite(finite[0]) and has_risen and not weights <= _RISES:
+            if (
+                len(losses) > 1
+                and math.isfinite(finite[0])
+                and has_risen
+                and not (weights <= _RISES or before * weights <= LARGE)
+            ):
                 last = max(finite[-3:]) if len(finite) > 1 else losses[-1]
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
                 divisor = f"; {words}" if (words := self.smallest_divisor()) else ""
