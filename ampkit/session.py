@@ -243,6 +243,9 @@ class Session:
                 self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
                 copies.hand_out_plain_state(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
+        for wrapper in wrappers:
+            if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ours have float32 moments
+                self.scaling.advice.before_training(wrapper.optimizer(), self.plan.opt_level)
         unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(

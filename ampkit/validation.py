@@ -17,12 +17,10 @@ from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .logs import logger
 from .models.keep_fp32 import Kept
-from .optimizers.fused import FusedOptimizer
 from .plan import Plan
 from .registry import live_sessions, unwrapped
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
-_LEAST_EPS = 2.0**-24  # the smallest number that float16 has
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 _CALL = (
     "Write initialize(model, optimizer, opt_level=...), or lists of objects of both: initialize(models, optimizers)."
@@ -129,7 +127,6 @@ def check(
     _refuse_kept_modules(model_list, plan)
     _refuse_sharded(model_list, optimizer_list, plan)
     _warn_of_strangers(model_list, optimizer_list, plan)
-    _warn_of_eps(optimizer_list, plan)
 
 
 def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> None:
@@ -206,22 +203,6 @@ def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], p
     if is_copy and plan.policy.base != "apex":
         raise ConfigurationError(found)
     logger.warning(found)
-
-
-def _warn_of_eps(optimizer_list: list[Any], plan: Plan) -> None:
-    """Warn where an optimizer divides in float16, in which the eps that keeps its divisor from 0 is 0 itself."""
-    if not plan.casts_weights or plan.master_weights or plan.cast_model_type is not torch.float16:
-        return
-    for optimizer in optimizer_list:
-        eps = [one for group in optimizer.param_groups if isinstance(one := group.get("eps"), float)]
-        if eps and 0 < min(eps) < _LEAST_EPS and not isinstance(optimizer, FusedOptimizer):
-            logger.warning(
-                "%s steps in float16 at %s, where its eps of %g is 0: weights become NaN where it divides by 0. Use eps=1e-4, "
-                "ampkit.optimizers, whose moments are float32, or O2, which steps in float32.",
-                type(optimizer).__name__,
-                plan.opt_level,
-                min(eps),
-            )
 
 
 def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:

@@ -51,10 +51,10 @@ _PASSES = 50
 _TENSOR_CORE = 8
 #: What clips gradients, or measures them to clip by the norm, and is wrong of those that are multiplied by the loss scale.
 _OF_GRADIENTS = {
-    *(
-        f"torch.nn.utils.{name}"
-        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-    ),
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.get_total_norm",
     "torch.Tensor.clamp_",
     "torch.Tensor.clip_",
 }
@@ -176,9 +176,8 @@ class Observer(Watch, logging.Handler):
                 self._look()
                 if not (skipped or is_skipped(optimizer)):  # its moments are there
                     self._looked_at.add(optimizer)
-        is_float16 = (
-            self.does.endswith("in float16") and "weights" not in self.does
-        )  # those may be scaled by hand, or frozen
+        # Weights in float16 may be frozen, and their gradients scaled by hand.
+        is_float16 = self.does.endswith("in float16") and "weights" not in self.does
         if is_float16 and not self.has_scaler:
             self.note(f"{self.does}, without a loss scale: small gradients underflow to 0; O1 and O2 scale the loss")
 

@@ -227,9 +227,8 @@ class ScriptFinder(Finder):
         hint, is_finite_too = HINTS.get(culprit.kind), culprit.kind in (SPIKE, DIVERGES)
         if hint and torch.float16 in (culprit.dtype, culprit.cast_from) and culprit.kind in (DIVISION, LOG):
             hint = _OF_OPTIMIZER if "addcdiv" in culprit.op else f"{hint}; {_SMALLEST}"
-        is_of_model = (
-            culprit.dtype not in LOWER_PRECISION and culprit.cast_from is None and bool(hint)
-        )  # other precisions would cure nothing
+        # Other precisions would cure nothing there.
+        is_of_model = culprit.dtype not in LOWER_PRECISION and culprit.cast_from is None and bool(hint)
         if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
@@ -238,8 +237,9 @@ class ScriptFinder(Finder):
         is_of_model |= is_finite_too
         cures = (Cure(hint if is_of_model else f"not tried: {hint}"),) if hint else ()
         iteration = self._trend.spiked_at if culprit.kind == SPIKE else self.iteration if culprit.op else None
-        note = [f"stopped   after {self._after} such backward passes in a row (--after {self._after})"]
-        note = note if self._in_a_row == self._after else []
+        note = []
+        if self._in_a_row == self._after:
+            note.append(f"stopped   after {self._after} such backward passes in a row (--after {self._after})")
         if culprit.kind == OVERFLOW and (grown := self._trend.grown()):
             note.append(f"grew      {grown}")
         if self._is_saved:

@@ -29,6 +29,8 @@ SPIKE = "gradients that spike"
 DIVERGES = "the run diverges"
 ONE_ROW = "a deviation of one element"
 
+#: Inputs that are no larger overflow nothing: exp() of them fits into float32.
+_LEAST_TO_OVERFLOW = 80.0
 #: What to change in a model whose float32 fails too.
 HINTS = {
     KERNEL: "compute the function in float32, or with another version of torch, and report it",
@@ -38,8 +40,8 @@ HINTS = {
     DIFFERENCE: "leave at least one element of each row unmasked",
     PRODUCT: "mask with torch.where, which multiplies nothing",
     DOMAIN: "clamp its input to the domain",
-    SPIKE: "float32 does the same: bring the number down, or up from 0, as by a larger eps; clip_grad_norm_ bounds what is left",
-    DIVERGES: "float32 does the same, or would: lower the learning rate, or warm it up",
+    SPIKE: "most likely in float32 too: bring the number down, or up from 0, as by a larger eps; clip_grad_norm_ bounds the rest",
+    DIVERGES: "most likely in float32 too: lower the learning rate, or warm it up",
     ONE_ROW: "unbiased=False divides by 1 and not by 0; drop_last=True of the DataLoader leaves out a last batch of one row",
 }
 
@@ -63,9 +65,7 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
         return KERNEL if needs <= torch.finfo(bad.dtype).max else OVERFLOW, text, needs
     for kind, text in _outside(call, inputs, values, wrong):
         return kind, text, None
-    if (
-        result.isinf().any() and float(_largest(values)) > 80
-    ):  # exp() of it leaves float32; smaller inputs overflow nothing
+    if result.isinf().any() and _largest_of(values) > _LEAST_TO_OVERFLOW:
         return OVERFLOW, f"max |input| = {_largest(values)}, {subject(call)} needs more than float64 has", None
     return DOMAIN, f"{subject(call)} is not defined for inputs up to {_largest(values)}", None
 
@@ -128,9 +128,14 @@ def subject(call: Call) -> str:
     return f"the gradient of {name}" if call.backward else name
 
 
-def _largest(values: list[torch.Tensor]) -> str:
+def _largest_of(values: list[torch.Tensor]) -> float:
+    """The largest that is finite; inf where none is."""
     found = [value[value.isfinite()].abs().double().max().item() for value in values if value.isfinite().any()]
-    return f"{max(found):.4g}" if found else "inf"
+    return max(found, default=math.inf)
+
+
+def _largest(values: list[torch.Tensor]) -> str:
+    return f"{_largest_of(values):.4g}"
 
 
 def _end_of(tensor: torch.Tensor) -> str:

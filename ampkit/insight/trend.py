@@ -116,16 +116,12 @@ class Trend:
     def divergence(self) -> str:
         """In words, if the losses have risen, and the weights; else empty."""
         before, weights = max(self._weights.values(), default=0.0), self._rise_of_weights()
+        have_grown = not (weights <= _RISES or before * weights <= LARGE)  # to NaN too
         for losses in self._losses.values():
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.inf]
             is_sudden = len(finite) < 3 and not math.isfinite(losses[-1]) and math.isfinite(weights)
             has_risen = is_sudden or max(finite[-3:]) > _RISES * abs(finite[0])
-            if (
-                len(losses) > 1
-                and math.isfinite(finite[0])
-                and has_risen
-                and not (weights <= _RISES or before * weights <= LARGE)
-            ):
+            if has_risen and have_grown and len(losses) > 1 and math.isfinite(finite[0]):
                 last = max(finite[-3:]) if len(finite) > 1 else losses[-1]
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
                 divisor = f"; {words}" if (words := self.smallest_divisor()) else ""

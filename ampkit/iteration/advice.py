@@ -82,7 +82,13 @@ ROWS = {
         "Compute the loss in a torch.autocast region, call initialize() in the thread that trains, or use scope='forward', with "
         "which models return float32.",
     ),
+    "eps": (
+        "%s steps in float16 at %s, where its eps of %g is 0: weights become NaN where it divides by 0.",
+        "Use eps=1e-4, ampkit.optimizers, whose moments are float32, or O2, which steps in float32.",
+    ),
 }
+#: The smallest number that float16 has.
+_LEAST_OF_FLOAT16 = 2.0**-24
 
 
 class Advice:
@@ -105,6 +111,14 @@ class Advice:
     def tell(self, row: str, *values: object) -> None:
         if self.is_first(row):
             logger.warning(" ".join(ROWS[row]), *values)
+
+    def before_training(self, optimizer: Any, opt_level: str) -> None:
+        """Look whether an optimizer will divide in float16, in which the eps that keeps its divisor from 0 is 0 itself."""
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if isinstance(eps, float) and 0 < eps < _LEAST_OF_FLOAT16:
+                if any(param.dtype is torch.float16 for param in group["params"]):
+                    self.tell("eps", type(optimizer).__name__, opt_level, eps)
 
     # At a block
 
