@@ -16,6 +16,7 @@ from helpers import (
     results_of_two_ranks,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ampkit
 import ampkit.parallel
@@ -39,6 +40,11 @@ SETTINGS = {
 }
 
 
+# Elements of a bucket, and how many buckets those of `TwoHeads` take: from the last, 2 + 4 + 3 + 15 (unused, b), 2 + 10 + 5 (a, the
+# bias of the trunk), 20.
+BUCKETS = {10_000_000: 1, 15: 3, 1: 8}
+
+
 def wrapped(model, settings):
     settings = dict(settings)
     if "allreduce_trigger_params" in settings:
@@ -51,16 +57,79 @@ def run_settings(rank, results):
         ddp = wrapped(TwoHeads(), settings)
         sum(ddp(batch_of_rank(rank))).backward()
         results[f"one_pass/{name}"] = gradients_by_name(ddp.module)
-        if name == "kept_buffers":
-            results["kept"] = [buffer.clone() for buffer in ddp.allreduce_buffers]
+        results[f"buffers/{name}"] = [buffer.clone() for buffer in ddp.allreduce_buffers]
+
+        ddp = wrapped(TwoHeads(), settings)  # two losses of one forward pass, each through parts of the model
+        a, b = ddp(batch_of_rank(rank))
+        a.backward(retain_graph=True)
+        b.backward()
+        results[f"two_losses/{name}"] = gradients_by_name(ddp.module)
+
+        ddp = wrapped(TwoHeads(), settings)  # another part of the model on each rank
+        sum(ddp(batch_of_rank(rank), "ab"[rank])).backward()
+        results[f"different_heads/{name}"] = gradients_by_name(ddp.module)
 
         ddp = wrapped(TwoHeads(), settings)
         ddp.disable_allreduce()
         sum(ddp(batch_of_rank(rank, 0))).backward()
         results[f"local/{name}"] = gradients_by_name(ddp.module)
+        results[f"was_local/{name}"] = ddp.last_backward_was_local
         ddp.enable_allreduce()
         sum(ddp(batch_of_rank(rank, 1))).backward()
         results[f"accumulated/{name}"] = gradients_by_name(ddp.module)
+
+        ddp = wrapped(TwoHeads(), settings)
+        ddp.disable_allreduce()
+        sum(ddp(batch_of_rank(rank), "a")).backward()  # head a has only local gradients ...
+        ddp.enable_allreduce()
+        sum(ddp(batch_of_rank(rank), "b")).backward()  # ... when another pass is reduced
+        results[f"local_head/{name}"] = gradients_by_name(ddp.module)
+
+
+def run_large_gradients(rank, results):
+    for name in ("default", "fp32", "predivided"):
+        ddp = wrapped(nn.Linear(1, 1, bias=False).half(), SETTINGS[name])
+        (ddp(torch.ones(1, 1).half()) * 60000.0).sum().backward()
+        results[f"large/{name}"] = ddp.module.weight.grad
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 1), reentrant
+
+    def forward(self, x):
+        for _ in range(2):  # the layer's weights are shared
+            x = checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=self.reentrant)
+        return self.head(x).sum()
+
+
+def run_other_passes(rank, results):
+    for reentrant in (False, True):
+        ddp = DDP(Checkpointed(reentrant))
+        ddp(batch_of_rank(rank).requires_grad_()).backward()
+        results[f"checkpoint/{reentrant}"] = gradients_by_name(ddp.module)
+
+    ddp = DDP(TwoHeads())
+    sum(ddp.module(batch_of_rank(rank))).backward()  # a first one without the wrapper's forward pass
+    results["without_a_forward_pass"] = gradients_by_name(ddp.module)
+    fails = ddp.module.trunk.weight.register_hook(lambda gradient: 1 / 0)  # when the heads have their gradients
+    with pytest.raises(ZeroDivisionError):
+        sum(ddp(batch_of_rank(rank))).backward()
+    fails.remove()
+    ddp.zero_grad()
+    sum(ddp(batch_of_rank(rank))).backward()
+    results["after_a_failure"] = gradients_by_name(ddp.module)
+
+    original = dist.all_reduce
+    for size in BUCKETS:
+        sums = []
+        dist.all_reduce = lambda flat, sums=sums, **kwargs: sums.append(flat) or original(flat, **kwargs)
+        ddp = DDP(TwoHeads(), message_size=size)
+        sum(ddp(batch_of_rank(rank))).backward()
+        results[f"sums/{size}"] = len(sums)
+    dist.all_reduce = original
 
 
 def run_construction(rank, results):
@@ -242,7 +311,17 @@ def syncbn_inputs(case):
 
 def work(rank):
     results = {}
-    for run in (run_settings, run_construction, run_reducer, run_amp, run_gan, run_syncbn):
+    runs = (
+        run_settings,
+        run_large_gradients,
+        run_other_passes,
+        run_construction,
+        run_reducer,
+        run_amp,
+        run_gan,
+        run_syncbn,
+    )
+    for run in runs:
         run(rank, results)
     return results
 
@@ -254,7 +333,6 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ddp_averages_gradients_with_every_setting(results, name):
-    """What each setting does in every kind of backward pass is tested in tests/parallel/test_gradient_sync.py."""
     average = name != "summed"
     for rank, found in enumerate(results):
         assert_gradients_close(found[f"one_pass/{name}"], gradients_over_ranks(1, average=average))
@@ -262,12 +340,46 @@ def test_ddp_averages_gradients_with_every_setting(results, name):
         model = TwoHeads().double()
         sum(model(batch_of_rank(rank).double())).backward()
         assert_gradients_close(found[f"local/{name}"], gradients_by_name(model))
+        assert found[f"was_local/{name}"] is True
+        assert_gradients_close(found[f"different_heads/{name}"], gradients_over_ranks(1, ("a", "b"), average))
+        assert_gradients_close(found[f"local_head/{name}"], gradients_over_ranks(1, average=average))
+        if average:
+            assert_gradients_close(found[f"two_losses/{name}"], gradients_over_ranks(1))
 
 
 def test_ddp_keeps_reduced_buffers_when_asked(results):
     elements = sum(p.numel() for p in TwoHeads().parameters())
-    assert all(sum(buffer.numel() for buffer in found["kept"]) == elements for found in results)
-    assert all(torch.equal(a, b) for a, b in zip(results[0]["kept"], results[1]["kept"]))
+    for found in results:
+        assert sum(buffer.numel() for buffer in found["buffers/kept_buffers"]) == elements
+        assert found["buffers/default"] == []
+    assert all(torch.equal(a, b) for a, b in zip(*(found["buffers/kept_buffers"] for found in results)))
+
+
+def test_ddp_reduces_buckets_that_are_full_at_their_number_of_elements(results):
+    assert [{size: found[f"sums/{size}"] for size in BUCKETS} for found in results] == [BUCKETS] * 2
+
+
+def test_float32_or_predivision_keeps_half_gradients_in_range(results):
+    for found in results:
+        assert found["large/default"].isinf().all()
+        for name in ("fp32", "predivided"):
+            gradient = found[f"large/{name}"]
+            assert gradient.dtype is torch.float16 and torch.equal(gradient, torch.full_like(gradient, 60000.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ddp_takes_checkpoints_and_shared_weights(results, reentrant):
+    model = Checkpointed(False).double()
+    for rank in range(2):
+        (model(batch_of_rank(rank).double().requires_grad_()) / 2).backward()
+    for found in results:
+        assert_gradients_close(found[f"checkpoint/{reentrant}"], gradients_by_name(model))
+
+
+def test_ddp_forgets_a_backward_pass_that_failed(results):
+    for found in results:
+        assert_gradients_close(found["without_a_forward_pass"], gradients_over_ranks(1))
+        assert_gradients_close(found["after_a_failure"], gradients_over_ranks(1))
 
 
 def test_ddp_broadcasts_parameters_and_leaves_buffers(results):
