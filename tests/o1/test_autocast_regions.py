@@ -269,20 +269,6 @@ def test_disable_casts_may_be_written_either_way_and_nested():
     assert (inside, outside, both) == (LOW, torch.float32, torch.float32)
 
 
-@torch.jit.script
-def scripted(x, w):
-    return torch.mm(x, w)
-
-
-def test_scripted_function_inside_a_model_is_cast():
-    class Net(nn.Linear):
-        def forward(self, x):
-            return scripted(super().forward(x), self.weight)
-
-    model = initialized(Net(4, 4))
-    assert model(torch.randn(2, 4)).dtype is LOW
-
-
 def test_operators_called_below_the_patches_are_cast():
     with o1():
         low, w = torch.randn(2, 2).bfloat16(), nn.Parameter(torch.randn(2, 2))

@@ -482,45 +482,7 @@ def test_in_place_function_on_float16_is_refused():
     torch.testing.assert_close(x, torch.full((2,), 2.7183, dtype=torch.float16))
 
 
-def test_refused_operation_is_the_exception_that_apex_raised():
-    assert issubclass(RefusedOperation, NotImplementedError)
-
-
-# -- switches
-
-
-def is_cast():
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
-
-
-def test_disabled_nests_and_survives_exceptions():
-    with o1() as casting:
-        with casting.disabled():
-            with pytest.raises(KeyError), casting.disabled():
-                raise KeyError
-            assert not is_cast()
-            with casting.disabled() as off, off.paused():
-                assert not is_cast()
-            with casting.state.region(True) as on:
-                assert is_cast()
-                with on.paused():
-                    assert not is_cast()
-            assert not is_cast()
-        assert is_cast()
-
-
 # -- install and close
-
-
-def test_close_gives_torch_back_by_identity():
-    with torch_left_as_found():
-        casting = Casting(torch.bfloat16, device_types=("cpu",))
-        casting.install()
-        casting.register(CastKind.FP32, torch, "sigmoid")
-        casting.register(CastKind.LOWER_PRECISION_FP, torch, "exp")
-        assert active_casting() is casting
-        casting.close()
-    assert active_casting() is None
 
 
 def test_install_that_fails_midway_gives_torch_back(monkeypatch):
@@ -544,14 +506,6 @@ def test_everything_in_the_tables_is_patched_but_native_rows_that_autocast_leave
             patched = getattr(rule.owner, rule.name) is not originals[rule.owner, rule.name]
             wanted = rule.kind is not CastKind.NATIVE or autocast_would_cast(rule)
             assert patched is wanted, (rule.owner, rule.name)
-
-
-def test_policy_apex_brings_tensors_to_the_host_as_float32():
-    low = torch.rand(2).bfloat16()
-    with o1(policy="apex"):
-        assert low.cpu().dtype is torch.float32
-    with o1():
-        assert low.cpu().dtype is torch.bfloat16
 
 
 def scripted(x):
@@ -607,5 +561,5 @@ def test_forked_child_does_not_cast():
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(read, 1) == b"1"
-        assert is_cast(), "the parent was switched off"
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16, "the parent was switched off"
     assert engine_module._active is None

@@ -16,41 +16,6 @@ from ampkit.policy import TABLES, CastKind, CastRule, RuleGroup, expand, tables_
 
 pytestmark = pytest.mark.switch
 
-# apex-facts: the rows that scripts written for Apex rely on, by owner.
-APEX_LOWER = {
-    torch.nn.functional: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",
-    torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm matmul mm addbmm "
-    "baddbmm bmm",
-    torch.Tensor: "__matmul__ prelu addmm matmul mm addbmm baddbmm bmm",
-}
-APEX_FP32 = {
-    torch.nn.functional: "interpolate grid_sample softplus softmin log_softmax softmax layer_norm group_norm "
-    "local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy "
-    "hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss "
-    "multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss "
-    "soft_margin_loss triplet_margin_loss ctc_loss",
-    torch: "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod "
-    "std sum var renorm",
-    torch.Tensor: "__pow__ __rpow__ acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow "
-    "cumprod cumsum dist norm prod std sum var renorm",
-}
-
-
-def kinds(policy: str) -> dict:
-    rules = expand(tables_for(policy))
-    return {(rule.owner, rule.name): rule.kind for rule in rules}
-
-
-@pytest.mark.parametrize("policy", ["default", "apex"])
-@pytest.mark.parametrize(
-    ("rows", "kind"), [(APEX_LOWER, CastKind.LOWER_PRECISION_FP), (APEX_FP32, CastKind.FP32)], ids=["lower", "fp32"]
-)
-def test_rows_of_apex_are_kept_under_every_policy(policy, rows, kind):
-    found = kinds(policy)
-    assert [
-        (owner, name) for owner, names in rows.items() for name in names.split() if found.get((owner, name)) is not kind
-    ] == []
-
 
 @pytest.mark.parametrize("policy", TABLES)
 def test_tables_name_each_function_once(policy):
@@ -62,13 +27,6 @@ def test_tables_name_each_function_once(policy):
 @pytest.mark.parametrize("policy", TABLES)
 def test_tables_give_a_reason_for_each_group(policy):
     assert all(group.reason for group in tables_for(policy))
-
-
-def test_products_with_a_vector_are_lower_precision_under_apex_only():
-    for owner in (torch, torch.Tensor):
-        for name in ("mv", "addmv", "addr"):
-            assert kinds("apex")[owner, name] is CastKind.LOWER_PRECISION_FP
-            assert kinds("default")[owner, name] is CastKind.PROMOTE
 
 
 def test_expand_leaves_out_names_that_this_torch_lacks():

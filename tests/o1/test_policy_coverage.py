@@ -55,24 +55,32 @@ SPELLINGS = {
         ).split()
     },
 }
-# apex-facts 2.1: what Apex cast, promoted, refused or matched.
-APEX = {
-    F: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear interpolate grid_sample "
-    "softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm normalize cosine_similarity "
-    "poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss "
-    "margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss "
-    "binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss binary_cross_entropy",
-    torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr matmul "
-    "mm mv addbmm baddbmm bmm acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum "
-    "dist norm prod std sum var renorm addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne cat "
-    "stack acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_",
-    torch.Tensor: "__matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm __ipow__ __pow__ __rpow__ cpu acos asin "
-    "cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm "
-    "__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ "
-    "__radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__ addcdiv addcmul atan2 cross dot add div mul eq "
-    "equal ge gt le lt ne acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ "
-    "cumprod_ cumsum_ renorm_ addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ "
-    "lt_ ne_",
+# apex-facts 2.1: what Apex cast to lower precision and to float32, and what it promoted, refused or matched.
+APEX_LOWER = {
+    F: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",
+    torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm matmul mm "
+    "addbmm baddbmm bmm",
+    torch.Tensor: "__matmul__ prelu addmm matmul mm addbmm baddbmm bmm",
+}
+APEX_FP32 = {
+    F: "interpolate grid_sample softplus softmin log_softmax softmax layer_norm group_norm local_response_norm "
+    "normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div "
+    "l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss "
+    "nll_loss binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss",
+    torch: "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod "
+    "std sum var renorm",
+    torch.Tensor: "__pow__ __rpow__ acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum "
+    "dist norm prod std sum var renorm",
+}
+APEX_OTHERS = {
+    F: "gelu binary_cross_entropy",
+    torch: "addmv addr mv addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne cat stack acos_ "
+    "asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_",
+    torch.Tensor: "addmv addr mv __ipow__ cpu __add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ "
+    "__itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ "
+    "__truediv__ addcdiv addcmul atan2 cross dot add div mul eq equal ge gt le lt ne acos_ asin_ cosh_ erfinv_ "
+    "exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_ addmm_ addmv_ "
+    "addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_",
     torch._VF: "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell",
 }
 
@@ -97,7 +105,7 @@ def spellings(operator: str) -> list[tuple[str, str]]:
         if hasattr(owner, spelling) and (path, spelling) not in NOT_THIS_ONE.get(operator, ())
     }
     # torch._VF stands for torch._C._VariableFunctions, whose names torch has too; the recurrent layers look there.
-    return sorted((path, name) for path, name in found if path != "torch._VF" or name in APEX[torch._VF].split())
+    return sorted((path, name) for path, name in found if path != "torch._VF" or name in APEX_OTHERS[torch._VF].split())
 
 
 # torch.linalg's norm is spelled linalg_norm; torch.norm is the operator norm. torch.linalg.polar is a decomposition.
@@ -149,11 +157,27 @@ def test_every_operation_of_torchs_lists_has_a_row_under_every_name(policy):
 @pytest.mark.parametrize("policy", ["default", "apex", "autocast-cpu", "autocast-cuda"])
 def test_every_operation_of_apexs_lists_has_a_row(policy):
     found = {(OWNERS[path], name) for path, name in rows(policy)}
-    wanted = {(owner, name) for owner, names in APEX.items() for name in names.split() if hasattr(owner, name)}
+    tables = (APEX_LOWER, APEX_FP32, APEX_OTHERS)
+    names = [(owner, name) for table in tables for owner, row in table.items() for name in row.split()]
+    wanted = {(owner, name) for owner, name in names if hasattr(owner, name)}
     if policy != "apex":
         wanted.remove((torch.Tensor, "cpu"))  # only there: ruling of ours, since it changes what a script saves
         assert (torch.Tensor, "cpu") not in found
     assert sorted(wanted - found, key=str) == []
+
+
+@pytest.mark.parametrize("policy", ["default", "apex"])
+@pytest.mark.parametrize(("table", "kind"), [(APEX_LOWER, LOWER), (APEX_FP32, FP32)], ids=["lower", "fp32"])
+def test_rows_of_apex_are_kept_under_every_policy(policy, table, kind):
+    found = {(OWNERS[path], name): row for (path, name), row in rows(policy).items()}
+    pairs = [(owner, name) for owner, names in table.items() for name in names.split()]
+    assert [pair for pair in pairs if found.get(pair) is not kind] == []
+
+
+def test_products_with_a_vector_are_lower_precision_under_apex_only():
+    for owner in ("torch", "torch.Tensor"):
+        for name in ("mv", "addmv", "addr"):
+            assert rows("apex")[owner, name] is LOWER and rows("default")[owner, name] is PROMOTE
 
 
 @pytest.mark.parametrize("key", MACROS)

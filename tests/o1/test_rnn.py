@@ -86,14 +86,6 @@ def note_calls(monkeypatch, device_type):
     return calls
 
 
-def test_bfloat16_is_not_handed_to_autocast_which_makes_float16_of_it_on_gpus(monkeypatch):
-    calls = note_calls(monkeypatch, "cpu")
-    with o1():
-        nn.LSTM(4, 6)(torch.rand(5, 3, 4))
-        assert torch.is_autocast_enabled("cpu")
-    assert calls == [({torch.bfloat16}, False)]
-
-
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("for_cudnn", [True, False])
 def test_weights_are_autocasts_to_cast_only_in_float16_and_for_cudnn(monkeypatch, precision, for_cudnn):
