@@ -552,3 +552,11 @@ def test_step_drops_casts_that_a_later_micro_batch_made(kind):
     assert kept(ampkit.current_session().casting) == 0
     data.fill_(2.0)
     assert model(x).item() == 4.0
+
+
+def test_close_drops_the_cache():
+    with o1() as casting, casting.caches.call():
+        nn.Linear(2, 2)(torch.rand(1, 2))
+        assert kept(casting) == 2
+        casting.close()
+        assert kept(casting) == 0
