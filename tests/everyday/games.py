@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ampkit
-
 from . import ALL, Writer, flat, mlp, noise_of, regression, script, some_tokens, way_of
 
 # -- several models that play against each other
@@ -58,41 +56,6 @@ def critic_frozen_after_its_forward(run):
     return {"losses": losses, "weights": way()}
 
 
-class Painter(nn.Module):
-    """Returns its picture and the latent behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.mapping, self.painter = mlp(16, 64, 96), mlp(96, 64, 64, seed=1)
-
-    def forward(self, noise):
-        style = self.mapping(noise)
-        return self.painter(style), style
-
-
-@script(ALL)
-def gan_with_path_length(run):
-    generator, critic = Painter(), mlp(64, 96, 1, seed=2)
-    of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, critic))
-    way, noise, losses, mean = way_of(generator, critic), noise_of(3), [], 0.0
-    run.begin([generator, critic], [of_generator, of_critic])
-    for _ in range(5):
-        with run.casts():
-            picture, _ = generator(noise(24, 16))
-            of_real, of_fake = critic(noise(24, 64).sin()).float(), critic(picture.detach()).float()
-        losses.append((F.softplus(-of_real) + F.softplus(of_fake)).mean())
-        run.learn(losses[-1], of_critic)
-        with run.casts():
-            picture, style = generator(noise(24, 16))
-            of_fake = critic(picture).float()
-        (slope,) = torch.autograd.grad((picture * noise(24, 64)).sum(), style, create_graph=True)
-        lengths = slope.float().square().sum(1).sqrt()
-        mean = mean + 0.1 * (lengths.mean().detach() - mean)
-        losses.append(F.softplus(-of_fake).mean() + (lengths - mean).square().mean())
-        run.learn(losses[-1], of_generator)
-    return {"losses": losses, "weights": way()}
-
-
 @script(ALL)
 def wgan_with_a_gradient_penalty(run):
     generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)
@@ -117,47 +80,6 @@ def wgan_with_a_gradient_penalty(run):
 
 
 # -- averages of weights
-
-
-class AverageInBuffers(nn.Module):
-    """As diffusion models have it, with names without dots, and `type_as` before each update."""
-
-    def __init__(self, model, decay=0.9):
-        super().__init__()
-        self.decay = decay
-        self.names = {name: name.replace(".", "") for name, p in model.named_parameters() if p.requires_grad}
-        for name, p in model.named_parameters():
-            self.register_buffer(self.names[name], p.clone().detach().data)
-
-    def forward(self, model):
-        shadow, values = dict(self.named_buffers()), dict(model.named_parameters())
-        with torch.no_grad():
-            for name, buffer in self.names.items():
-                shadow[buffer] = shadow[buffer].type_as(values[name])
-                shadow[buffer].sub_((1 - self.decay) * (shadow[buffer] - values[name]))
-
-    def copy_to(self, model):
-        for name, p in model.named_parameters():
-            p.data.copy_(getattr(self, self.names[name]).data)
-
-
-@script()
-def average_in_buffers(run):
-    model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    way, average, losses = way_of(model), AverageInBuffers(model), []
-    start = flat(average.buffers())
-    run.begin(model, optimizer)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        average(model)
-    kept = [p.data.clone() for p in model.parameters()]
-    average.copy_to(model)
-    losses.append(run.error(model, x, y))
-    for p, values in zip(model.parameters(), kept):
-        p.data.copy_(values)
-    losses.append(run.error(model, x, y))
-    return {"losses": losses, "weights": way(), "averages": [flat(average.buffers()) - start]}
 
 
 @script()
@@ -243,22 +165,6 @@ def maml(run):
     return {"losses": losses, "weights": way()}
 
 
-@script()
-def reptile(run):
-    model, optimizer, _, _ = regression(lr=0.1)
-    way, losses = way_of(model), []
-    tasks_of = list(tasks(4))
-    run.begin(model, optimizer)
-    for x, _, y, _ in tasks_of:
-        before = copy.deepcopy(model.state_dict())
-        for _ in range(3):
-            losses.append(run.error(model, x, y))
-            run.learn(losses[-1], optimizer)
-        after = model.state_dict()
-        model.load_state_dict({name: value + 0.5 * (after[name] - value) for name, value in before.items()})
-    return {"losses": losses, "weights": way()}
-
-
 # -- language models that are taught preferences, and reinforcement
 
 
@@ -329,24 +235,6 @@ def ppo(run):
 
 
 @script(ALL)
-def reinforce_over_many_forwards(run):
-    policy = mlp(8, 64, 96, 4, act=nn.ReLU)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.02)
-    way, losses = way_of(policy), []
-    run.begin(policy, optimizer)
-    for episode in range(2):
-        states, acts, returns = some_steps(60, seed=episode)
-        terms = []
-        for state, act, gain in zip(states, acts, returns):
-            with run.casts():
-                scores = policy(state[None])
-            terms.append(-scores.float().log_softmax(-1)[0, act] * gain)
-        losses.append(torch.stack(terms).mean())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
 def dqn_with_a_target_network(run):
     network = mlp(8, 64, 96, 4, act=nn.ReLU)
     target = copy.deepcopy(network).requires_grad_(False)
@@ -364,31 +252,6 @@ def dqn_with_a_target_network(run):
         run.learn(losses[-1], optimizer)
         if index % 3 == 2:
             target.load_state_dict(network.state_dict())
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def a2c(run):
-    model = ActorCritic()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        states, acts, rewards = some_steps(20, seed=index)
-        found = []
-        for state in states.split(4):  # environments side by side
-            with run.casts():
-                found.append(model(state))
-        scores, values = (torch.cat(each) for each in zip(*found))
-        gains = rewards - values
-        chances = torch.distributions.Categorical(logits=scores)
-        losses.append(
-            (-chances.log_prob(acts) * gains.detach() + 0.5 * gains.square()).mean() - 0.01 * chances.entropy().mean()
-        )
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        ampkit.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
     return {"losses": losses, "weights": way()}
 
 
@@ -425,64 +288,3 @@ def moco_with_a_queue(run):
         run.learn(losses[-1], optimizer)
         queue = torch.cat([queue[:, len(k) :], k.T], 1)
     return {"losses": losses, "weights": way(), "averages": of_average(), "queue": [queue]}
-
-
-@script(ALL)
-def simclr(run):
-    encoder, head = mlp(64, 96, 64), mlp(64, 64, 32, seed=1)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
-    way, losses = way_of(encoder, head), []
-    run.begin([encoder, head], optimizer)
-    for views in two_views(6):
-        with run.casts():
-            z = F.normalize(head(encoder(torch.cat(views)).relu()).float(), dim=1)
-            scores = (z @ z.T).float() / 0.5
-        count = len(z) // 2
-        scores = scores.masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e4)
-        losses.append(F.cross_entropy(scores, torch.arange(2 * count).roll(count)))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def byol(run):
-    online, predictor = mlp(64, 96, 64), mlp(64, 96, 64, seed=1)
-    target = copy.deepcopy(online)
-    target.requires_grad_(False)
-    optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], lr=0.2, momentum=0.9)
-    way, of_average, losses = way_of(online, predictor), way_of(target), []
-    run.begin([online, predictor, target], optimizer)
-    for views in two_views(6):
-        loss = 0.0
-        for one, other in (views, views[::-1]):
-            with run.casts():
-                predicted = predictor(online(one))
-                with torch.no_grad():
-                    wanted = target(other)
-            loss = loss + 2 - 2 * F.cosine_similarity(predicted.float(), wanted.float()).mean()
-        losses.append(loss)
-        run.learn(loss, optimizer)
-        for mean, p in zip(target.parameters(), online.parameters()):
-            mean.data.mul_(0.9).add_(0.1 * p.data)
-    return {"losses": losses, "weights": way(), "averages": of_average()}
-
-
-@script(ALL)
-def distillation_from_a_frozen_teacher(run):
-    teacher = mlp(64, 96, 96, 10, seed=3).eval().requires_grad_(False)
-    student = mlp(64, 96, 10)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
-    way, noise, losses = way_of(student), noise_of(12), []
-    run.begin([student, teacher], optimizer)
-    for _ in range(8):
-        x = 2 * noise(32, 64)
-        with run.casts():
-            with torch.no_grad():
-                wanted = teacher(x)
-            found = student(x)
-        soft = F.kl_div(
-            (found.float() / 2).log_softmax(-1), (3 * wanted.float() / 2).softmax(-1), reduction="batchmean"
-        )
-        losses.append(4 * soft + 0.1 * F.cross_entropy(found.float(), wanted.argmax(-1)))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}

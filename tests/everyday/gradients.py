@@ -9,24 +9,9 @@ from torch.nn import functional as F
 
 import ampkit
 
-from . import ALL, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, learned_by, mlp, regression, script, stepped, way_of
 
 # -- what scripts make of gradients
-
-
-@script()
-def running_average_of_gradients(run):
-    model, optimizer, x, y = regression(lr=0.02)
-    run.begin(model, optimizer)
-    average = None
-    for _ in range(80):
-        gradients = run.gradients(run.error(model, x, y), model, optimizer)
-        if average is None:
-            average = [gradient.clone() for gradient in gradients]
-        for mean, p in zip(average, model.parameters()):
-            mean.mul_(0.999).add_(p.grad, alpha=0.001)
-        optimizer.step()
-    return {"averages": average}
 
 
 @script()
@@ -59,22 +44,6 @@ def svrg(run):
                 p.grad.data.sub_(old.grad.data).add_(mean)
             optimizer.step()
     return {"losses": losses, "weights": way()}
-
-
-@script()
-def momentum_by_hand(run):
-    model, _, x, y = regression()
-    way, losses, velocity = way_of(model), [], {}
-    run.begin(model)
-    for _ in range(15):
-        model.zero_grad()
-        losses.append(run.error(model, x, y))
-        losses[-1].backward()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                velocity[name] = 0.9 * velocity.get(name, 0.0) + p.grad
-                p -= 0.02 * velocity[name]
-    return {"losses": losses, "weights": way(), "velocity": velocity.values()}
 
 
 class Centred(torch.optim.Optimizer):
@@ -119,47 +88,6 @@ class WatchingSGD(torch.optim.SGD):
 @script()
 def subclass_that_adds_to_the_step(run):
     return learned_by(run, WatchingSGD, times=20, lr=0.05)
-
-
-@script()
-def hooks_before_and_after_the_step(run):
-    model, optimizer, x, y = regression()
-    way, losses, average, norms = way_of(model), [], {}, []
-
-    def before(optimizer, args, kwargs):
-        for p in model.parameters():
-            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
-            p.grad.mul_(0.9)
-
-    def after(optimizer, args, kwargs):
-        norms.append(torch.stack([p.grad.square().sum() for p in model.parameters()]).sum())
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    run.begin(model, optimizer)
-    for _ in range(15):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "averages": average.values(), "norms": norms}
-
-
-@script()
-def closure_that_looks_at_gradients(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, average = way_of(model), {}
-    run.begin(model, optimizer)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = run.error(model, x, y)
-        run.backward(loss, optimizer)
-        for p in model.parameters():
-            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
-            p.grad.add_(average[p], alpha=2.0)
-        return loss
-
-    losses = [optimizer.step(closure) for _ in range(12)]
-    return {"losses": losses, "weights": way(), "averages": average.values()}
 
 
 @script()
@@ -226,50 +154,6 @@ def gradients_in_one_buffer_without_blocks(run):
     return in_one_buffer(run, lambda loss, optimizer: loss.backward())
 
 
-@script()
-def coalesced_as_for_all_reduce(run):
-    def edit(model):
-        buckets = {}
-        for p in model.parameters():
-            buckets.setdefault(p.grad.type(), []).append(p.grad.data)
-        for grads in buckets.values():
-            coalesced = torch._utils._flatten_dense_tensors(grads)
-            coalesced /= 3
-            for grad, reduced in zip(grads, torch._utils._unflatten_dense_tensors(coalesced, grads)):
-                grad.copy_(reduced)
-        return [len(buckets)]
-
-    return stepped(run, edit)
-
-
-@script()
-def pcgrad(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        with run.casts():
-            output = model(x)
-        of_tasks = [F.mse_loss(output[:, index].float(), y[:, index]) for index in range(2)]
-        found = []
-        for index, loss in enumerate(of_tasks):
-            optimizer.zero_grad()
-            with run.block(loss, optimizer) as scaled:
-                scaled.backward(retain_graph=index == 0)
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        losses += of_tasks
-        projected = [g.clone() for g in found]
-        for one, other in ((0, 1), (1, 0)):
-            inner = torch.dot(projected[one], found[other])
-            if inner < 0:
-                projected[one] -= inner * found[other] / found[other].norm() ** 2
-        merged = torch.stack(projected).mean(0)
-        for p, part in zip(model.parameters(), merged.split([p.numel() for p in model.parameters()])):
-            p.grad = part.view_as(p)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
 def handed_over(run, hand_over, set_to_none=True):
     worker, own, x, y = regression()
     shared = copy.deepcopy(worker)
@@ -315,28 +199,6 @@ def gradients_shared_once(run):
 
 
 @script()
-def gradients_given_to_a_deep_copy(run):
-    """A look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        ahead = copy.deepcopy(model)
-        for theirs, mine in zip(ahead.parameters(), model.parameters()):
-            theirs.grad = copy.deepcopy(mine.grad)
-        torch.optim.SGD(ahead.parameters(), lr=0.2).step()
-        ahead.zero_grad()
-        losses.append(run.error(ahead, x, y))
-        losses[-1].backward()
-        for theirs, mine in zip(ahead.parameters(), model.parameters()):
-            mine.grad.add_(theirs.grad).div_(2)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
 def layers_frozen_by_turns(run):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses, seen = way_of(model), [], []
@@ -376,22 +238,6 @@ def head_replaced_on_the_way(run):
 
 
 @script()
-def gradients_one_step_late(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses, late = way_of(model), [], None
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        fresh = run.gradients(losses[-1], model, optimizer)
-        if late is not None:
-            for p, grad in zip(model.parameters(), late):
-                p.grad = grad
-            optimizer.step()
-        late = fresh
-    return {"losses": losses, "weights": way()}
-
-
-@script()
 def gradients_in_lists(run):
     def edit(model):
         grads = [p.grad for p in model.parameters()]
@@ -405,21 +251,6 @@ def gradients_in_lists(run):
 
 
 # -- steps made of gradients
-
-
-@script()
-def galore(run):
-    basis, mean = {}, {}
-
-    def edit(model):
-        p = model[0].weight
-        if not basis:
-            basis[p] = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :2]
-        low = basis[p].T @ p.grad
-        mean[p] = mean[p].lerp(low, 0.5) if mean else low
-        p.grad = basis[p] @ mean[p]
-
-    return stepped(run, edit, rows=96)
 
 
 class Projected(torch.optim.Optimizer):
@@ -460,74 +291,6 @@ def galore_as_a_class_beside_the_session(run):
         losses[-1].backward()
         optimizer.step()
     return {"losses": losses, "weights": way()}
-
-
-def orthogonal(g, steps=3):
-    x = g / (g.norm() + 1e-7)
-    for _ in range(steps):
-        x = 1.5 * x - 0.5 * x @ x.T @ x
-    return x
-
-
-@script()
-def muon(run):
-    model, x = mlp(64, 96, 64), noise_of(26)(128, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    y, way, losses, momentum = x.roll(1, 1).sin(), way_of(model), [], {}
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        for p in model.parameters():
-            if p.ndim == 2:
-                momentum[p] = momentum.get(p, torch.zeros_like(p.grad)).mul_(0.9).add_(p.grad)
-                p.grad.copy_(orthogonal(p.grad.add(momentum[p], alpha=0.9)))
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def sign_sgd(run):
-    def edit(model):
-        for p in model.parameters():
-            p.grad = torch.sign(p.grad)
-
-    found = stepped(run, edit, times=5, lr=1e-3, momentum=0)
-    return {"losses": found["losses"], "weights": found["weights"]}
-
-
-@script()
-def lars_by_hand(run):
-    @torch.no_grad()
-    def edit(model):
-        rates = []
-        for p in model.parameters():
-            rates.append(0.02 * p.norm() / (p.grad.norm() + 1e-4 * p.norm() + 1e-8))
-            p.grad.add_(p, alpha=1e-4).mul_(rates[-1])
-        return rates
-
-    return stepped(run, edit, lr=1.0)
-
-
-@script()
-def centralized_gradients(run):
-    def edit(model):
-        for p in model.parameters():
-            if p.grad.dim() > 1:
-                p.grad.data.add_(-p.grad.data.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-
-    return stepped(run, edit)
-
-
-@script()
-def noise_on_gradients(run):
-    torch.manual_seed(27)
-
-    def edit(model):
-        for p in model.parameters():
-            p.grad += 1e-3 * torch.randn_like(p.grad)
-
-    return stepped(run, edit)
 
 
 def clipped(run, clip):
@@ -572,64 +335,7 @@ def clipping_by_value(run):
     return clipped(run, clip)
 
 
-@script()
-def clipping_by_hand(run):
-    def clip(model, optimizer):
-        norm = sum(p.grad.data.norm(2).item() ** 2 for p in model.parameters()) ** 0.5
-        for p in model.parameters():
-            p.grad.data.mul_(min(1.0, 0.3 / norm))
-        return norm
-
-    return clipped(run, clip)
-
-
-@script()
-def adaptive_clipping(run):
-    def edit(model):
-        for p in (model[0].weight, model[2].weight):
-            bound = 0.02 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
-            norm = p.grad.detach().norm(dim=1, keepdim=True)
-            p.grad.detach().copy_(torch.where(norm > bound, p.grad * (bound / norm.clamp(min=1e-6)), p.grad))
-
-    return stepped(run, edit, lr=0.1)
-
-
-@script(("O4", "O5"))
-def clipping_inside_of_the_block(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.1)
-    way, losses, norms = way_of(model), [], []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        with run.block(losses[-1], optimizer) as scaled:
-            scaled.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "norms": norms}
-
-
 # -- gradients of samples
-
-
-@script()
-def private_sgd_in_a_loop(run):
-    model, optimizer, x, y = regression(rows=12, lr=0.2)
-    way, noise, losses = way_of(model), noise_of(28), []
-    run.begin(model, optimizer)
-    for _ in range(3):
-        sums = [torch.zeros_like(p) for p in model.parameters()]
-        for row, wanted in zip(x, y):
-            losses.append(run.error(model, row[None], wanted[None]))
-            run.gradients(losses[-1], model, optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            losses.append(norm)
-            for total, p in zip(sums, model.parameters()):
-                total.add_(p.grad)
-        for total, p in zip(sums, model.parameters()):
-            p.grad = (total + 0.01 * noise(*p.shape)) / len(x)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 @script()
@@ -655,32 +361,7 @@ def private_sgd_by_vmap(run):
     return {"losses": losses, "weights": way()}
 
 
-@script()
-def fisher_diagonal(run):
-    model, optimizer, x, y = regression(rows=48)
-    run.begin(model, optimizer)
-    fisher = {name: torch.zeros_like(p.data) for name, p in model.named_parameters()}
-    for row, wanted in zip(x, y):
-        model.zero_grad()
-        run.backward(run.error(model, row[None], wanted[None]), optimizer)
-        for name, p in model.named_parameters():
-            fisher[name].add_(p.grad.detach() ** 2 / len(x))
-    return {"fisher": fisher.values()}
-
-
 # -- gradients that are looked at
-
-
-@script()
-def gradients_read_by_numpy_in_another_thread(run):
-    def edit(model):
-        norms = []
-        thread = threading.Thread(target=lambda: norms.extend((p.grad.numpy() ** 2).sum() for p in model.parameters()))
-        thread.start()
-        thread.join()
-        return norms
-
-    return stepped(run, edit)
 
 
 @script()
@@ -712,15 +393,7 @@ def views_of_gradients_by_numpy(run):
 
 
 @script()
-def views_of_gradients_by_dlpack(run):
-    def edit(model):
-        for p in model.parameters():
-            torch.from_dlpack(p.grad).mul_(0.5)
-
-    return stepped(run, edit)
-
-
-def logged(run, mode=contextlib.nullcontext, every=1):
+def log_of_squares_in_inference_mode(run):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses, log = way_of(model), [], []
     run.begin(model, optimizer)
@@ -728,27 +401,12 @@ def logged(run, mode=contextlib.nullcontext, every=1):
         for part in zip(x.split(16), y.split(16)):
             losses.append(run.error(model, *part))
             run.backward(losses[-1], optimizer)
-            if index % every == 0:
-                with mode():
+            if index % 3 == 0:
+                with torch.inference_mode():
                     log.append(sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=index % 2 == 0)
     return {"losses": losses, "weights": way(), "log": log}
-
-
-@script()
-def log_of_squares(run):
-    return logged(run)
-
-
-@script()
-def log_of_squares_now_and_then(run):
-    return logged(run, every=3)
-
-
-@script()
-def log_of_squares_in_inference_mode(run):
-    return logged(run, torch.inference_mode, every=3)
 
 
 @script()

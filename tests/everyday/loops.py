@@ -36,46 +36,6 @@ def sam(run):
     return {"losses": losses, "weights": way()}
 
 
-@script()
-def asam(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, state = way_of(model), [], {}
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            scales = [p.detach().abs().add_(0.01) for p in model.parameters()]
-            for p, scale in zip(model.parameters(), scales):
-                p.grad.mul_(scale)
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() + 1e-16
-            for p, scale in zip(model.parameters(), scales):
-                state[p] = p.grad.mul_(scale).mul_(0.3 / norm)
-                p.add_(state[p])
-        optimizer.zero_grad()
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(state[p])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def sgld(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, noise, losses = way_of(model), noise_of(19), []
-    run.begin(model, optimizer)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        for p in model.parameters():
-            p.data.add_(noise(*p.shape), alpha=3e-4)
-    return {"losses": losses, "weights": way()}
-
-
 class Adapted(nn.Module):
     """Low-rank adapters over a frozen layer."""
 
@@ -172,22 +132,6 @@ def product_of_hessian_and_vector(run):
 
 
 @script()
-def product_of_hessian_and_vector_by_backward(run):
-    """As `hutchinson` estimates do: backward with a graph, then of the gradients."""
-    model, _, x, y = regression()
-    run.begin(model)
-    params = list(model.parameters())
-    run.error(model, x, y).backward(create_graph=True)
-    slopes = [p.grad for p in params]
-    vector = [noise_of(30)(*p.shape).sign() for p in params]
-    found = torch.autograd.grad(slopes, params, grad_outputs=vector)
-    first = flat(slopes)
-    for p in params:
-        p.grad = None
-    return {"gradients": [first], "products": found}
-
-
-@script()
 def gradnorm_of_two_tasks(run):
     model, optimizer, x, y = regression()
     shares = nn.Parameter(torch.ones(2))
@@ -209,19 +153,6 @@ def gradnorm_of_two_tasks(run):
         run.learn((shares.detach() * tasks).sum(), optimizer)
         of_shares.step()
     return {"losses": losses, "weights": way(), "shares": [shares]}
-
-
-@script()
-def gradients_of_autograd_grad_assigned(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        for p, slope in zip(model.parameters(), torch.autograd.grad(losses[-1], list(model.parameters()))):
-            p.grad = slope
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 def two_losses(run, model, x, y):
@@ -259,42 +190,21 @@ def one_graph_goes_backward_twice(run):
 
 
 @script()
-def one_loss_goes_backward_twice(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    run.begin(model, optimizer)
-    loss = run.error(model, x, y)
-    optimizer.zero_grad()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    twice = flat(p.grad for p in model.parameters())
-    loss.backward()
-    return {"twice": [twice], "thrice": [p.grad for p in model.parameters()]}
-
-
-def kept_alias(run, backward):
+def alias_kept_over_a_second_block(run):
     """Who keeps ``p.grad`` sees what the next backward passes add."""
     model, optimizer, x, y = regression(lr=0.05)
     run.begin(model, optimizer)
     parts = list(zip(x.split(8), y.split(8)))
-    backward(run.error(model, *parts[0]), optimizer)
+    run.backward(run.error(model, *parts[0]), optimizer)
     aliases = [p.grad for p in model.parameters()]
     first = flat(aliases)
     for part in parts[1:]:
-        backward(run.error(model, *part), optimizer)
+        run.backward(run.error(model, *part), optimizer)
     return {"first": [first], "aliases": aliases, "gradients": [p.grad for p in model.parameters()]}
 
 
 @script()
-def alias_kept_over_a_second_backward(run):
-    return kept_alias(run, lambda loss, optimizer: loss.backward())
-
-
-@script()
-def alias_kept_over_a_second_block(run):
-    return kept_alias(run, run.backward)
-
-
-def penalized(run, backward, where):
+def penalty_in_the_third_micro_batch(run):
     """One of four micro-batches has a penalty on the weights themselves."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses = way_of(model), []
@@ -303,53 +213,12 @@ def penalized(run, backward, where):
         optimizer.zero_grad()
         for index, part in enumerate(zip(x.split(8), y.split(8))):
             loss = run.error(model, *part) / 4
-            if index == where:
+            if index == 2:
                 loss = loss + 0.02 * sum((p**2).sum() for p in model.parameters())
-            backward(loss, optimizer)
+            run.backward(loss, optimizer)
             losses.append(loss)
         optimizer.step()
     return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def penalty_in_the_first_micro_batch(run):
-    return penalized(run, run.backward, 0)
-
-
-@script()
-def penalty_in_the_third_micro_batch(run):
-    return penalized(run, run.backward, 2)
-
-
-@script()
-def penalty_in_the_third_micro_batch_without_blocks(run):
-    return penalized(run, lambda loss, optimizer: loss.backward(), 2)
-
-
-@script()
-def long_accumulation(run):
-    """A sum of 200 terms, of which bfloat16 would lose the last ones."""
-    model, optimizer, x, y = regression()
-    run.begin(model, optimizer)
-    for index in range(200):
-        loss = run.error(model, x[index % 4 :: 4], y[index % 4 :: 4] + 1)
-        loss.backward()
-    return {"gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def layer_used_many_times(run):
-    """One layer, 200 times in one graph."""
-    torch.manual_seed(31)
-    model = nn.Sequential(nn.Linear(96, 96), nn.Tanh())
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), noise_of(32)(200, 4, 96) + 1
-    run.begin(model, optimizer)
-    total = 0.0
-    for part in x:
-        with run.casts():
-            total = total + (model(part).float() - 1).square().mean()
-    run.backward(total, optimizer)
-    return {"losses": [total], "gradients": [p.grad for p in model.parameters()]}
 
 
 @script()
@@ -385,21 +254,6 @@ def backward_to_some_inputs(run):
     return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
 
 
-@script()
-def anomalies_looked_for(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        with torch.autograd.set_detect_anomaly(index % 2 == 1):
-            for part in zip(x.split(16), y.split(16)):
-                losses.append(run.error(model, *part))
-                run.backward(losses[-1], optimizer)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=index % 3 == 0)
-    return {"losses": losses, "weights": way()}
-
-
 # -- hooks, and gradients that a script puts in or takes out
 
 
@@ -423,34 +277,6 @@ def gradients_taken_out_and_put_in(run):
     return stepped(run, edit, times=11)
 
 
-def pruned(run, prune, edit=lambda masks: None):
-    """``prune(masks)`` is called before initialize; half of the weights are to stay 0."""
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    masks = {p: (noise_of(33)(*p.shape) > 0).float() for p in (model[0].weight, model[2].weight)}
-    with torch.no_grad():
-        for p, mask in masks.items():
-            p.mul_(mask)
-    way, losses = way_of(model), []
-    prune(masks)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        edit(masks)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "zeros": [(p == 0).sum() for p in masks]}
-
-
-@script()
-def mask_by_a_hook(run):
-    def prune(masks):
-        for p, mask in masks.items():
-            p.register_hook(lambda grad, mask=mask: grad * mask)
-
-    return pruned(run, prune)
-
-
 @script(ALL)
 def masks_by_hooks_before_initialize(run):
     """On matrices and biases, in float32."""
@@ -464,15 +290,6 @@ def masks_by_hooks_before_initialize(run):
         losses.append(run.error(model, x, y))
         run.learn(losses[-1], optimizer)
     return {"losses": losses, "weights": way()}
-
-
-@script()
-def mask_on_gradients(run):
-    def edit(masks):
-        for p, mask in masks.items():
-            p.grad.mul_(mask)
-
-    return pruned(run, lambda masks: None, edit)
 
 
 @script()
@@ -490,19 +307,6 @@ def hook_that_comes_and_goes(run):
         for handle in handles:
             handle.remove()
     return {"losses": losses, "weights": way(), "seen": sorted(seen, key=torch.numel)}
-
-
-@script()
-def hook_put_on_between_passes_over_one_graph(run):
-    model, optimizer, x, y = regression()
-    run.begin(model, optimizer)
-    loss = run.error(model, x, y)
-    loss.backward(retain_graph=True)
-    for p in model.parameters():
-        p.register_hook(lambda grad: 1e-3 * grad)
-    for _ in range(60):
-        loss.backward(retain_graph=True)
-    return {"gradients": [p.grad for p in model.parameters()]}
 
 
 class Halves(torch.autograd.Function):
@@ -558,25 +362,6 @@ def hooks_of_accumulators(run):
         losses.append(run.error(model, x, y))
         run.learn(losses[-1], optimizer)
     return {"losses": losses, "weights": way(), "averages": average.values()}
-
-
-@script()
-def hooks_after_accumulation(run):
-    model, optimizer, x, y = regression()
-    average, losses, way = {}, [], way_of(model)
-
-    def hook(p):
-        average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
-        p.grad.clamp_(-0.01, 0.01)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for _ in range(12):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    averages = [average[p] for p in model.parameters()]
-    return {"losses": losses, "weights": way(), "averages": averages}
 
 
 @script(("O4", "O5"))
@@ -643,7 +428,14 @@ def adamw(run, settings, when, whose):
 
 ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {"foreach": False}}
 
-for kind, when, whose in itertools.product(ADAMW, ("before", "after"), ("the same model", "another model")):
+MADE = (
+    ("foreach", "before", "another model"),
+    ("fused", "before", "the same model"),
+    ("fused", "after", "another model"),
+    ("one by one", "after", "the same model"),
+)
+
+for kind, when, whose in MADE:
     name = f"adamw {kind} made {when} over {whose}"
     SCRIPTS[name] = functools.partial(adamw, settings=ADAMW[kind], when=when, whose=whose), FLOAT32_WEIGHTS
 

@@ -104,33 +104,6 @@ def vq_vae_with_averaged_codes(run):
     return {"losses": losses, "weights": way(), "codes": [model.codes.table]}
 
 
-class Variational(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = mlp(64, 96, 32), mlp(16, 96, 64, seed=1)
-
-    def forward(self, x, noise):
-        mean, log_variance = self.encoder(x).chunk(2, -1)
-        z = mean + (0.5 * log_variance).exp() * noise
-        return self.decoder(z), mean, log_variance
-
-
-@script(ALL)
-def vae(run):
-    model = Variational()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    way, noise, losses = way_of(model), noise_of(18), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        x = noise(32, 64).sin()
-        with run.casts():
-            output, mean, log_variance = (each.float() for each in model(x, noise(32, 16)))
-        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-        losses.append(F.mse_loss(output, x, reduction="sum") / len(x) + divergence)
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
 # -- sequences
 
 
@@ -150,22 +123,18 @@ def tied_table_and_head(run):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(20)
-        self.recurrent, self.head = kind(48, 96, batch_first=True), nn.Linear(96, 2)
+        self.recurrent, self.head = nn.LSTM(48, 96, batch_first=True), nn.Linear(96, 2)
 
     def forward(self, x, state=None):
         output, state = self.recurrent(x, state)
         return self.head(output), state
 
 
-def detached(state):
-    return state.detach() if isinstance(state, torch.Tensor) else tuple(each.detach() for each in state)
-
-
-def truncated(run, kind):
-    model = Recurrent(kind)
+def truncated(run):
+    model = Recurrent()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x = noise_of(21)(8, 30, 48)
     y = x[..., :2].cumsum(1).sin()
@@ -176,20 +145,15 @@ def truncated(run, kind):
             output, state = model(part, state)
         losses.append(F.mse_loss(output.float(), wanted))
         run.learn(losses[-1], optimizer)
-        state = detached(state)
+        state = tuple(each.detach() for each in state)
     return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def rnn_in_chunks(run):
-    return truncated(run, nn.RNN)
 
 
 @script(ALL)
 def lstm_in_chunks(run):
     # torch.autocast asks oneDNN for an LSTM in bfloat16 also where it has none, and raises.
     with torch.backends.mkldnn.flags(enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return truncated(run, nn.LSTM)
+        return truncated(run)
 
 
 class Block(nn.Module):
@@ -256,23 +220,6 @@ def recomputed_blocks_reentrant(run):
 
 
 # -- images, and layers whose weights are made
-
-
-@script(ALL)
-def mixup(run):
-    model = mlp(64, 96, 96, 10, act=nn.ReLU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    way, noise, losses = way_of(model), noise_of(23), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        labels, order = some_tokens(32, seed=index, tokens=10), torch.arange(32).roll(index + 1)
-        x = noise(32, 64) + F.one_hot(labels, 64)
-        share = (index + 1) / 10
-        with run.casts():
-            scores = model(share * x + (1 - share) * x[order]).float()
-        losses.append(share * F.cross_entropy(scores, labels) + (1 - share) * F.cross_entropy(scores, labels[order]))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
 
 
 class UNet(nn.Module):
@@ -342,90 +289,6 @@ def two_towers_with_a_temperature(run):
     return {"losses": losses, "weights": way()}
 
 
-class Angles(nn.Module):
-    """Scores are angles between features and normalized weights, with a margin."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.weight = mlp(64, 96), nn.Parameter(noise_of(49)(48, 96))
-
-    def forward(self, x, labels):
-        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight)).float().clamp(-0.99, 0.99)
-        one_hot = F.one_hot(labels, 48).bool()
-        return 8 * torch.where(one_hot, torch.cos(cosine.acos() + 0.3), cosine)
-
-
-@script(ALL)
-def angles_with_a_margin(run):
-    model = Angles()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    way, noise, losses, labels = way_of(model), noise_of(50), [], some_tokens(32, tokens=48)
-    x = noise(32, 64)
-    run.begin(model, optimizer)
-    for _ in range(6):
-        with run.casts():
-            scores = model(x, labels)
-        losses.append(F.cross_entropy(scores.float(), labels))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-class Denoiser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.time, self.body = mlp(32, 64, 64, act=nn.SiLU), mlp(128, 96, 64, seed=1, act=nn.SiLU)
-
-    def forward(self, x, times):
-        angles = times[:, None] * torch.exp(-torch.arange(16) / 2)
-        return self.body(torch.cat([x, self.time(torch.cat([angles.sin(), angles.cos()], 1))], 1))
-
-
-@script(ALL)
-def diffusion(run):
-    model = Denoiser()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
-    way, noise, losses = way_of(model), noise_of(51), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        times, x, added = some_tokens(32, seed=index, tokens=1000), noise(32, 64).sin(), noise(32, 64)
-        share = kept[times][:, None]
-        with run.casts():
-            found = model(share.sqrt() * x + (1 - share).sqrt() * added, times.float())
-        losses.append(F.mse_loss(found.float(), added))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-class Scan(nn.Module):
-    """A state space, step by step, with learned decays."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.out, self.decays = mlp(48, 96)[0], mlp(96, 48)[0], nn.Parameter(torch.linspace(1, 5, 96))
-        self.norm = nn.Parameter(torch.ones(96))
-
-    def forward(self, x):
-        drive, state, states = self.into(x), torch.zeros(len(x), 96), []
-        for step in drive.unbind(1):
-            state = state * torch.sigmoid(self.decays) + step
-            states.append(state)
-        h = torch.stack(states, 1)
-        return self.out(h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.norm)
-
-
-@script(ALL)
-def scan_with_learned_decays(run):
-    model, x = Scan(), noise_of(52)(8, 40, 48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    y, way, losses = x.cumsum(1).sin(), way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(5):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
 @script(ALL)
 def letters_by_ctc(run):
     torch.manual_seed(53)
@@ -482,25 +345,6 @@ def weight_norm_of_fixed_length(run):
 @script(ALL)
 def weight_norm_of_fixed_direction(run):
     return with_one_half_frozen(run, "weight_v")
-
-
-@script()
-def ewc(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    importance = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for row, wanted in zip(x.split(4), y.split(4)):
-        optimizer.zero_grad()
-        run.backward(run.error(model, row, wanted), optimizer)
-        for name, p in model.named_parameters():
-            importance[name] += p.grad.data.clone().pow(2) / 8
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(6):
-        penalty = sum((importance[name] * (p - start[name]) ** 2).sum() for name, p in model.named_parameters())
-        losses.append(run.error(model, x.flip(1), y.flip(0)) + 100 * penalty)
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "importance": importance.values()}
 
 
 def four_micro_batches(run, backward):
@@ -695,21 +539,3 @@ def adversarial_training(run):
         losses.append(run.error(model, x + 0.1 * slope / slope.norm(dim=1, keepdim=True), y))
         run.learn(losses[-1], optimizer)
     return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def prompt_for_a_frozen_model(run):
-    model = Transformer().requires_grad_(False)
-    prompt = nn.Parameter(0.1 * noise_of(47)(70, 64))
-    optimizer = torch.optim.AdamW([prompt], lr=1e-2)
-    start, losses, tokens = prompt.detach().clone(), [], some_tokens(4, 12)
-    run.begin(model, optimizer)
-    for _ in range(5):
-        with run.casts():
-            x = torch.cat([prompt.expand(4, -1, -1), model.table(tokens)], 1)
-            for block in model.blocks:
-                x = block(x)
-            scores = model.head(model.norm(x[:, 70:-1]))
-        losses.append(F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": [prompt.detach() - start]}

@@ -77,41 +77,6 @@ def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device,
 # Flags
 
 
-def steps(device):
-    """Each step as a function of found_inf, and what it writes."""
-
-    def lists(count):
-        return [[torch.rand(5, device=device) + 0.5] for _ in range(count)]
-
-    adam, lamb, sgd, adagrad, novograd, packed = lists(4), lists(4), lists(3), lists(3), lists(3), lists(2)
-    norms, codes = torch.ones(1, device=device), [[moments.pack(packed[0][0] * 4, i == 0)] for i in range(2)]
-    shared = dict(lr=0.1, betas=(0.5, 0.5), eps=1e-6, step=2.0)
-    return {
-        "adam": (lambda f: kernels.multi_tensor_adam(*adam, decoupled=True, found_inf=f, **shared), adam),
-        "packed adam": (
-            lambda f: kernels.multi_tensor_adam(*packed, *codes, decoupled=True, found_inf=f, **shared), [*packed, *codes],
-        ),
-        "lamb": (lambda f: multi_tensor_steps.multi_tensor_lamb(*lamb, weight_decay=0.1, found_inf=f, **shared), lamb),
-        "sgd": (lambda f: kernels.multi_tensor_sgd(*sgd, lr=0.1, momentum=0.9, found_inf=f), sgd),
-        "adagrad": (lambda f: multi_tensor_steps.multi_tensor_adagrad(*adagrad, lr=0.1, eps=1e-6, found_inf=f), adagrad),
-        "novograd": (
-            lambda f: multi_tensor_steps.multi_tensor_novograd(*novograd, norms, found_inf=f, **shared), [*novograd, [norms]],
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [2.0, -1.0, 1e-45, math.inf, math.nan])
-@pytest.mark.parametrize("name", ["adam", "packed adam", "lamb", "sgd", "adagrad", "novograd"])
-def test_whatever_is_not_zero_forbids_a_step(ops, device, name, value):
-    step, written = steps(device)[name]
-    tensors = [x for column in written for x in column]
-    before = [x.clone() for x in tensors]
-    step(torch.tensor([value], device=device))
-    assert all(map(torch.equal, tensors, before))
-    step(torch.tensor([-0.0], device=device))
-    assert sum(not torch.equal(a, b) for a, b in zip(tensors, before)) == len(tensors) - 1  # all but the gradients
-
-
 @pytest.mark.parametrize("value", [2.0, -1.0, 1e-45, math.inf, math.nan])
 def test_whatever_is_not_zero_is_an_overflow(ops, device, value):
     """Of a scale of 8, one clean iteration, one chance left, in the bits of int32 words."""
@@ -212,44 +177,3 @@ def test_bias_correction_is_float64s(ops, device, where, step, beta2):
     multi_tensor_steps.multi_tensor_novograd([grad], [param], [first], norms, **settings)
     norm = math.sqrt(beta2 * 4.0 + (1 - beta2) * 0.75) / math.sqrt(c2)
     assert (-param).tolist() == pytest.approx([(0.9 * 0.25 + 0.1 * 0.5) / c1 / norm] * size, rel=1e-6)
-
-
-# LAMB
-
-
-def lamb64(g, p, m, v, rule):
-    """The parameter after one step in float64."""
-    m = rule["betas"][0] * m + (1 - rule["betas"][0]) * g
-    v = rule["betas"][1] * v + (1 - rule["betas"][1]) * g * g
-    c1, c2 = (1 - beta ** rule["step"] for beta in rule["betas"])
-    u = m / c1 / ((v / c2).sqrt() + rule["eps"]) + rule["weight_decay"] * p
-    return p - rule["lr"] * p.norm() / u.norm() * u
-
-
-LAMB = dict(lr=0.1, betas=(0.8, 0.95), step=3, weight_decay=0.1)
-
-
-@pytest.mark.parametrize("size", [1, 7, 9, 17, 1025, CHUNK + 3])
-def test_lamb_without_eps_divides_by_nothing_behind_the_end(ops, device, size):
-    wide = [
-        torch.randn(size, dtype=F64),
-        torch.randn(size, dtype=F64),
-        *(torch.rand(size, dtype=F64) + 0.1 for _ in range(2)),
-    ]
-    g, p, m, v = (x.float().to(device) for x in wide)
-    rule = LAMB | {"eps": 0.0}
-    expected = lamb64(*(x.double() for x in (g, p, m, v)), rule)
-    multi_tensor_steps.multi_tensor_lamb([g], [p], [m], [v], **rule)
-    torch.testing.assert_close(p.double(), expected, rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_lambs_direction_is_of_the_moments_before_they_are_rounded(ops, device, dtype):
-    """Where all elements are rounded alike, one of the rounded moments is off by as much: 2^-9 in bfloat16."""
-    size = 1000
-    g, p = torch.full((size,), 1.01, device=device), torch.randn(size, device=device)
-    m, v = torch.full((size,), 1.0, device=device).to(dtype), torch.full((size,), 2.0**-8, device=device).to(dtype)
-    rule = LAMB | {"eps": 1e-6, "weight_decay": 0.0}
-    expected = lamb64(*(x.double() for x in (g, p, m, v)), rule)
-    multi_tensor_steps.multi_tensor_lamb([g], [p], [m], [v], **rule)
-    torch.testing.assert_close(p.double(), expected, rtol=1e-6, atol=1e-6)

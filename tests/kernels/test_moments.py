@@ -334,11 +334,12 @@ def test_sgd_without_momentum_rounds_parameters_by_numbers_drawn(ops, device):
 
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
-def test_a_skipped_step_leaves_every_bit(ops, device, op):
+@pytest.mark.parametrize("value", [1.0, -1.0, 1e-45, math.nan])
+def test_a_skipped_step_leaves_every_bit(ops, device, value, op):
     step = Step(op, [(300,), (5,)], lower=BF16, device=device)
     step.grads[0][7] = float("nan")
     before = [t.clone() for t in step.written()]
-    step.run(found_inf=torch.ones(1, device=device), positions=step.positions, seed=1)
+    step.run(found_inf=torch.tensor([value], device=device), positions=step.positions, seed=1)
     assert_equal_bits(step.written(), before)
 
 
