@@ -109,6 +109,13 @@ def one_graph_twice(script):
     loss.backward()
 
 
+def one_graph_twice_with_a_hook_from_the_second_on(script):
+    loss = script.loss()
+    loss.backward(retain_graph=True)
+    script.weight.register_hook(lambda gradient: 1e-3 * gradient)
+    loss.backward()
+
+
 def with_a_hook_after_accumulation(script):
     dtypes = []
     script.weight.register_post_accumulate_grad_hook(lambda weight: dtypes.append(weight.grad.dtype))
@@ -169,6 +176,7 @@ PASSES = {
     "four blocks": (lambda script: [in_a_block(script, batch) for batch in range(4)], WIDE),
     "two calls of one loss": (lambda script: (script.loss(0) + script.loss(1)).backward(), WIDE),
     "one graph twice": (one_graph_twice, WIDE),
+    "one graph twice, with a hook from the second on": (one_graph_twice_with_a_hook_from_the_second_on, WIDE),
     "with a penalty": (lambda script: (script.loss() + script.penalty()).backward(), WIDE),
     "a penalty later": (lambda script: (once(script), a_penalty(script)), WIDE),
     "a penalty before": (lambda script: (a_penalty(script), once(script)), WIDE),
@@ -327,6 +335,15 @@ def test_clipping_measures_in_float32_and_leaves_gradients_narrow(clip):
     assert stored_gradient(script.weight).dtype is NARROW
     clipped = torch.cat([param.grad.double().flatten() for param in script.model.parameters()]).norm()
     assert clipped.item() == pytest.approx(1.0, abs=2.0**-9)
+
+
+def test_hooks_of_a_step_read_float32():
+    script, seen = Script("O5"), []
+    for register in (script.optimizer.register_step_pre_hook, script.optimizer.register_step_post_hook):
+        register(lambda *_: seen.append(script.weight.grad.dtype))
+    once(script)
+    script.optimizer.step()
+    assert seen == [WIDE, WIDE]
 
 
 def test_an_optimizer_that_was_not_initialized_steps_over_float32_gradients():
