@@ -1,5 +1,6 @@
 """DDP and FSDP2 on four gloo processes, judged by one process on the joined batch; checkpoints on other numbers of processes."""
 
+import functools
 import math
 import sys
 from contextlib import nullcontext
@@ -19,11 +20,22 @@ from ampkit.parallel import fully_shard
 pytestmark = pytest.mark.slow
 
 ROWS, MICRO_BATCHES, STEPS, SPOILED = 16, 2, 4, 2
-OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdam": FusedAdam}
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "FusedAdam": FusedAdam,
+    "int8": functools.partial(FusedAdam, state_dtype="int8"),
+}
 CASES = [
-    *((wrapper, level, name) for wrapper in ("ddp", "fsdp2") for level in ("O1", "O2", "O5") for name in OPTIMIZERS),
+    *(
+        (wrapper, level, name)
+        for wrapper in ("ddp", "fsdp2")
+        for level in ("O1", "O2", "O5")
+        for name in ("AdamW", "FusedAdam")
+    ),
     ("fsdp2", "O3", "AdamW"),
 ]
+# By the name of a folder.
+SAVED = {"O1": ("O1", "AdamW"), "O5": ("O5", "AdamW"), "O5, moments in 8 bits": ("O5", "int8")}
 
 
 def data(step, part, rank, count):
@@ -80,15 +92,16 @@ def trained(case, rank=0, count=1):
     return result
 
 
-def saved(rank, count, level, folder):
+def saved(rank, count, case, folder):
     """Two steps, a checkpoint, and two more steps: the weights then and now."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, called, optimizer = prepared("fsdp2", level, "AdamW")
+    model, called, optimizer = prepared("fsdp2", *SAVED[case])
     take_steps("fsdp2", called, optimizer, range(2), rank, count)
     weights, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / level)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / case)
     then = whole(model.state_dict())
     take_steps("fsdp2", called, optimizer, range(2, 4), rank, count)
     now = whole(model.state_dict())
@@ -96,18 +109,19 @@ def saved(rank, count, level, folder):
     return {"then": then, "now": now}
 
 
-def resumed(rank, count, level, folder):
+def resumed(rank, count, case, folder):
     """What `saved` has written, loaded by other processes, which take the same two more steps."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, called, optimizer = prepared("fsdp2", level, "AdamW")
+    model, called, optimizer = prepared("fsdp2", *SAVED[case])
+    model(data(0, 0, rank, count)[0])  # what was gathered before is not used after loading
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
-    checkpoint.load(loaded, checkpoint_id=folder / level)
+    checkpoint.load(loaded, checkpoint_id=folder / case)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    if folder.name == "of four":
-        checkpoint.save(loaded, checkpoint_id=folder.parent / "of two" / level)
+    if count == 2:
+        checkpoint.save(loaded, checkpoint_id=folder.parent / "of two" / case)
     then = whole(model.state_dict())
     take_steps("fsdp2", called, optimizer, range(2, 4), rank, count)
     now = whole(model.state_dict())
@@ -118,12 +132,14 @@ def resumed(rank, count, level, folder):
 def work(rank):
     folder, count = Path(sys.argv[1]), dist.get_world_size()
     checkpoints = folder.parent / "checkpoints" / "of four"
+    if folder.name == "again":
+        return {case: resumed(rank, count, case, checkpoints) for case in SAVED}
     if count < 4:
         checkpoints = checkpoints.with_name("of four" if count == 2 else "of two")
         return {level: resumed(rank, count, level, checkpoints) for level in ("O1", "O5")}
     return {
         "cases": {str(case): trained(case, rank, count) for case in CASES},
-        "saved": {level: saved(rank, count, level, checkpoints) for level in ("O1", "O5")},
+        "saved": {case: saved(rank, count, case, checkpoints) for case in SAVED},
     }
 
 
@@ -136,6 +152,12 @@ def folder(tmp_path_factory):
 def four(folder):
     (folder / "four").mkdir()
     return results_of_ranks(__file__, folder / "four", 4)
+
+
+@pytest.fixture(scope="module")
+def again(folder, four):
+    (folder / "again").mkdir()
+    return results_of_ranks(__file__, folder / "again", 4)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +203,15 @@ def test_the_comparison_tells_a_rank_that_trains_alone():
     take_steps("alone", called, optimizer, [0, 1, 3], 0, 4)
     with pytest.raises(AssertionError):
         assert_moved_alike(model.state_dict(), trained(("alone", "O1", "AdamW"))["weights"], 0.1)
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_checkpoint_of_four_continues_on_four_bit_for_bit(four, again, case):
+    straight = four[0]["saved"][case]
+    assert movement(straight["then"]).norm() > 0
+    for found in (*(rank["saved"][case] for rank in four), *(rank[case] for rank in again)):
+        for when in ("then", "now"):
+            assert all(torch.equal(found[when][name], value) for name, value in straight[when].items())
 
 
 @pytest.mark.parametrize("level", ("O1", "O5"))

@@ -1,19 +1,29 @@
 """Gradients averaged by hand over two gloo processes: an overflow on one of them skips the step of both."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, backward, net_with_norm, results_of_two_ranks
+from helpers import STORED_BF16, as_one_of_two_ranks, at, backward, net_with_norm, results_of_two_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import ampkit
 from ampkit.optimizers import FusedAdam
 
+LEVELS = {
+    **{level: {"opt_level": level} for level in ("O1", "O2", "O5")},
+    "O2 in float16": {"opt_level": "O2", "cast_model_type": torch.float16, "loss_scale": 1024.0},
+    STORED_BF16: at(STORED_BF16),
+}
+# In whole groups rank 1 meets an infinite loss. Others have the level's own loss scale, and tell initialize of no group.
+IN_GROUPS = ("at once", "delayed")
 CASES = [
-    (level, fused, delayed) for level in ("O1", "O2", "O5") for fused in (False, True) for delayed in (False, True)
+    *((level, fused, how) for level in ("O1", "O2", "O5") for fused in (False, True) for how in IN_GROUPS),
+    *((level, fused, how) for level in LEVELS for fused in (False, True) for how in ("two blocks", "through data")),
 ]
 
 
@@ -23,25 +33,32 @@ def data(step):
     return drawn[..., :6], drawn[..., 6:]
 
 
+def blocks_of(step, how, rank=None):
+    """The batches of a step's blocks, of one rank or of both joined."""
+    both = [data(step), data(step + 4)] if how == "two blocks" else [data(step)]
+    return [[part.flatten(0, 1) if rank is None else part[rank] for part in batch] for batch in both]
+
+
 def train(rank, case):
-    """Four steps, of which rank 1 meets an infinite loss in the second: weights, who skipped, and the scales."""
-    level, fused, delayed = case
+    """Four steps, of which rank 1 may meet an infinite loss in the second: weights, who skipped, and the scales."""
+    level, fused, how = case
     model = net_with_norm()
     optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
-    ampkit.initialize(
-        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD
-    )
+    group = {"loss_scale": "dynamic", "process_group": dist.group.WORLD} if how in IN_GROUPS else {}
+    ampkit.initialize(model, optimizer, verbosity=0, **{**LEVELS[level], **group})
     skipped, scales = [], []
     for step in range(4):
-        x, y = (part[rank] for part in data(step))
         optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        backward(loss * math.inf if (step, rank) == (1, 1) else loss, optimizer, delay_overflow_check=delayed)
-        if delayed:
+        for x, y in blocks_of(step, how, rank):
+            loss = F.mse_loss(model(x).float(), y)
+            spoiled = group and (step, rank) == (1, 1)
+            backward(loss * math.inf if spoiled else loss, optimizer, delay_overflow_check=how == "delayed")
+        if how == "delayed":
             backward(model(x).sum() * 0, optimizer)
         for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= 2
+            gradient = param.grad.data if how == "through data" else param.grad
+            dist.all_reduce(gradient)
+            gradient /= 2
         optimizer.step()
         skipped.append(ampkit.step_was_skipped(optimizer))
         scales.append(ampkit.state_dict()["loss_scaler0"]["loss_scale"])
@@ -169,9 +186,10 @@ ALONE = []
 
 
 def work(rank):
+    if Path(sys.argv[1]).name.startswith("cases"):
+        return {str(case): train(rank, case) for case in CASES}
     return {
         **judged_again(),
-        "cases": {str(case): train(rank, case) for case in CASES},
         "without gradients": a_rank_without_gradients(rank),
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
     }
@@ -182,21 +200,27 @@ def results(tmp_path_factory):
     return results_of_two_ranks(__file__, tmp_path_factory.mktemp("group"))
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("cases"))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_overflow_on_one_rank_skips_on_both(results, case):
-    one, other = (rank["cases"][str(case)] for rank in results)
-    assert one["skipped"] == other["skipped"] == [False, True, False, False]
-    assert one["scales"] == other["scales"] and one["scales"][1] == one["scales"][0] / 2
+def test_ranks_train_as_in_float32_and_an_overflow_on_one_skips_on_both(averaged, case):
+    one, other = (rank[str(case)] for rank in averaged)
+    _, fused, how = case
+    skips = how in IN_GROUPS
+    assert one["skipped"] == other["skipped"] == [False, skips, False, False]
+    assert one["scales"] == other["scales"] and one["scales"][1] == one["scales"][0] / (2 if skips else 1)
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    # Three steps of float32 on the joined batches of the steps that were taken.
+    # In float32 on the joined batches of the steps that were taken.
     twin = net_with_norm()
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.0 if case[1] else 1e-2)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.0 if fused else 1e-2)
     start = {name: value.clone() for name, value in twin.state_dict().items()}
-    for step in (0, 2, 3):
+    for step in (0, 2, 3) if skips else range(4):
         optimizer.zero_grad()
-        x, y = (part.flatten(0, 1) for part in data(step))
-        F.mse_loss(twin(x), y).backward()
+        for x, y in blocks_of(step, how):
+            F.mse_loss(twin(x), y).backward()
         optimizer.step()
     found, expected = (
         torch.cat([(values[name] - start[name]).flatten() for name in start])
