@@ -96,7 +96,8 @@ def float32(skipped=()):
 def trained(model, level, place=0, count=1, spoils=False):
     """Steps, clipped, of which the process that ``spoils`` meets an infinite loss in one: weights, who skipped, the scale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    scale = 1.0 if level in ("O4", "O5") else "dynamic"
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     skipped = []
     for step in range(STEPS):
         x, y = data(step, place, count)
@@ -196,7 +197,7 @@ def test_gradients_that_are_parts_of_sums_are_summed_up(group_of_one, level):
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_casts_of_whole_weights_that_lie_on_several_processes_are_refused(level, group_of_one):
     model = parallelized(init_device_mesh("cpu", (1,)), sequence=False)
-    refused = pytest.raises(ConfigurationError, match=r"lies on several processes.*Use O1 or O4")
+    refused = pytest.raises(ConfigurationError, match=r"blocks.0.up.weight' lies on .*Use O1 or O4.*fully_shard")
     with refused if level == "O2" else contextlib.nullcontext():
         ampkit.initialize(model, opt_level=level, verbosity=0)
 
