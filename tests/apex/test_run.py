@@ -19,10 +19,18 @@ from ampkit.scripts import running
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
 
-def execute(*arguments, before=(), cwd=None, timeout=240, **environment):
-    command = [sys.executable, *before, "-m", "ampkit", "run", *map(str, arguments)]
+RUN = ("-m", "ampkit", "run")
+
+
+def ended(*arguments, cwd=None, **environment):
+    """A process of Python with these arguments."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=environment)
+
+
+def execute(*arguments, before=(), **settings):
+    done = ended(*before, *RUN, *arguments, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -45,18 +53,6 @@ def test_a_classifier(tmp_path, level, out, weights):
     assert f"RESULT 0 torch.{out} torch.{weights} 1" in done.stdout
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert set(saved) == {"model", "optimizer", "amp"} and saved["model"]["0.weight"].dtype is torch.float32
-
-
-@pytest.mark.slow
-def test_the_environment_still_chooses_the_precision():
-    done = execute("--device", "cpu", SCRIPTS / "classify.py", AMPKIT_LOWER_PRECISION="float16")
-    assert "RESULT 0 torch.float16 torch.float32 1" in done.stdout and "float16" in done.stderr
-
-
-@pytest.mark.slow
-def test_spawned_workers_find_the_drop_in():
-    done = execute("--device", "cpu", SCRIPTS / "classify.py", "--workers", "1", "--spawn")
-    assert "RESULT 0" in done.stdout
 
 
 @pytest.mark.slow
@@ -106,10 +102,8 @@ def test_a_module_and_its_arguments(tmp_path):
 def test_exit_codes_and_errors_are_the_scripts(tmp_path):
     script = tmp_path / "leave.py"
     script.write_text("import sys\nfrom apex import amp\nsys.exit(7)\n")
-    command = [sys.executable, "-m", "ampkit", "run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([*command, str(script)], env=environment).returncode == 7
-    missing = subprocess.run([*command, "nowhere.py"], env=environment, capture_output=True, text=True)
+    assert ended(*RUN, script).returncode == 7
+    missing = ended(*RUN, "nowhere.py")
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr
 
 
@@ -126,25 +120,16 @@ BROKEN = {
 @pytest.mark.parametrize("script", others_slow("raises", of=BROKEN))
 def test_tracebacks_are_those_of_plain_python(script, tmp_path):
     (tmp_path / "script.py").write_text(BROKEN[script])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def shown(*before):
-        command = [sys.executable, *before, "script.py"]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stderr
-
-    plain = shown()
-    assert plain[0] == 1 and plain[1]
-    assert shown("-m", "ampkit", "run") == plain
+    plain, ours = ended("script.py", cwd=tmp_path), ended(*RUN, "script.py", cwd=tmp_path)
+    assert plain.returncode == ours.returncode == 1
+    assert plain.stderr and ours.stderr == plain.stderr
 
 
 @pytest.mark.slow
 def test_tracebacks_of_modules_begin_in_the_module(tmp_path):
     (tmp_path / "tool.py").write_text("raise KeyError('x')\n")
-    command = [sys.executable, "-m", "ampkit", "run", "-m"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in ("tool", "nowhere"):
-        done = subprocess.run([*command, name], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        done = ended(*RUN, "-m", name, cwd=tmp_path)
         assert done.returncode == 1 and "ampkit/" not in done.stderr and "importlib" not in done.stderr, done.stderr
     assert done.stderr.startswith("ModuleNotFoundError: No module named 'nowhere'")
 

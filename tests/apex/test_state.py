@@ -1,7 +1,6 @@
 """What scripts read, write and call inside ``apex.amp``, and what it prints."""
 
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -668,15 +667,6 @@ def test_fp16_optimizers_are_refused(amp):
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="FP16_Optimizer"):
         amp.initialize(model, FP16_Optimizer(model.parameters(), lr=0.1), verbosity=0)
-
-
-def test_schedulers_made_before_and_after_do_not_warn(amp):
-    model, optimizer = initialized_by(amp, "O1")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        iterate_with(amp, model, optimizer, float("inf"))
-        scheduler.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

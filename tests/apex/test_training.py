@@ -157,57 +157,6 @@ def test_add_param_group(amp, level, how, zero_before_add, accumulate):
         assert torch.allclose(found, reference)
 
 
-class Weighted(nn.Module):
-    """One weight, used twice in each forward: Apex's cache failed on that."""
-
-    def __init__(self, op, shape, dtype):
-        super().__init__()
-        self.op = op
-        self.weight = nn.Parameter(torch.arange(shape[0] * shape[1], dtype=dtype).view(shape) / 64)
-
-    def forward(self, x):
-        return self.op(x, self.weight)
-
-
-OPS = {
-    "lower precision": (lambda x, w: x.mm(w).mm(w).sum(), (8, 8)),
-    "float32": (lambda x, w: (x + torch.pow(w, 2) + torch.pow(w, 2)).sum(), (2, 8)),
-    "promoted": (lambda x, w: ((x * w) * w).sum(), (2, 8)),
-}
-
-
-@pytest.mark.parametrize("kind", OPS)
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-def test_a_weight_used_twice_and_an_evaluation_in_between(amp, kind, dtype):
-    op, shape = OPS[kind]
-    x = torch.ones(2, 8)
-    model = Weighted(op, shape, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp._amp_state.allow_incoming_model_not_fp32 = True
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    amp._amp_state.allow_incoming_model_not_fp32 = False
-    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
-
-    def step():
-        model.weight.grad = None
-        with amp.scale_loss(model(x), optimizer) as scaled:
-            scaled.backward()
-        twin = model.weight.detach().float().requires_grad_()
-        with amp.disable_casts():
-            op(x, twin).backward()
-        assert model.weight.grad.dtype is dtype
-        assert torch.allclose(model.weight.grad.float(), twin.grad, rtol=1e-2, atol=1e-2)
-        model.weight.data -= 0.5
-
-    step()
-    with torch.no_grad():
-        model(x)
-    step()
-    amp._amp_state.handle._deactivate()
-    if dtype is FLOAT:
-        assert model(x).dtype is FLOAT
-
-
 class Convolutional(nn.Module):
     def __init__(self):
         super().__init__()
@@ -291,24 +240,6 @@ def test_negative_loss_ids_count_from_the_end(amp):
         scaled.backward()
     optimizer.step()
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 0, 1]
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_model_stays_trainable_after_its_state_was_exported(amp, level):
-    model = Convolutional()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert not any("Half" in value.type() for value in model.state_dict().values())
-    x, y = torch.randn(4, 3, 4, 4), torch.randn(4, 6, 4, 4)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
 
 
 def test_initialize_again_and_again(amp):

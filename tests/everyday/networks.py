@@ -222,44 +222,6 @@ def recomputed_blocks_reentrant(run):
 # -- images, and layers whose weights are made
 
 
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(24)
-        self.down1, self.down2, self.middle = self.block(3, 16), self.block(16, 32), self.block(32, 32)
-        self.up2, self.up1 = nn.ConvTranspose2d(32, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
-        self.join2, self.join1, self.head = self.block(64, 32), self.block(32, 16), nn.Conv2d(16, 2, 1)
-
-    @staticmethod
-    def block(inputs, outputs):
-        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-    def forward(self, x):
-        one = self.down1(x)
-        two = self.down2(F.max_pool2d(one, 2))
-        x = self.join2(torch.cat([self.up2(self.middle(F.max_pool2d(two, 2))), two], 1))
-        return self.head(self.join1(torch.cat([self.up1(x), one], 1)))
-
-
-@script(ALL)
-def unet_with_batch_norm(run):
-    model = UNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    way, noise, losses = way_of(model), noise_of(25), []
-    run.begin(model, optimizer)
-    for _ in range(4):
-        x = noise(6, 3, 16, 16)
-        with run.casts():
-            scores = model(x)
-        losses.append(F.cross_entropy(scores.float(), (F.avg_pool2d(x, 3, 1, 1)[:, 0] > 0).long()))
-        run.learn(losses[-1], optimizer)
-    model.eval()
-    with torch.no_grad(), run.casts():
-        picture = model(noise(2, 3, 16, 16)).float()
-    return {"losses": losses, "weights": way(), "picture": [picture]}
-
-
 class TwoTowers(nn.Module):
     """Pictures and words, a learned temperature, and the loss inside of `forward`."""
 

@@ -23,8 +23,6 @@ def parse():
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
     parser.add_argument("--sync_bn", action="store_true")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--spawn", action="store_true")
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--results", default="")
     return parser.parse_args()
@@ -93,13 +91,7 @@ def main():
     if args.distributed:
         model = DDP(model, delay_allreduce=True)
     criterion = nn.CrossEntropyLoss().cuda()
-    loader = torch.utils.data.DataLoader(
-        Images(),
-        batch_size=4,
-        num_workers=args.workers,
-        pin_memory=True,
-        multiprocessing_context="spawn" if args.spawn else None,
-    )
+    loader = torch.utils.data.DataLoader(Images(), batch_size=4, pin_memory=True)
     for _epoch in range(2):
         prefetcher = Prefetcher(loader)
         input, target = prefetcher.next()
