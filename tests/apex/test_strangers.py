@@ -34,16 +34,6 @@ def script(run):
 class NoAmp:
     """What a script has in place of ``apex.amp`` where amp was taken out of it."""
 
-    class LossScaler:
-        def __init__(self, scale):
-            self._loss_scale = 1.0
-
-        def loss_scale(self):
-            return self._loss_scale
-
-    def __init__(self):
-        self.scaler = self
-
     def initialize(self, models, optimizers=None, **settings):
         return models if optimizers is None else (models, optimizers)
 
@@ -78,7 +68,7 @@ def backward(amp, loss, optimizer, **settings):
         scaled_loss.backward()
 
 
-# Models that grow, and are initialized again.
+# Models that are initialized again.
 
 
 @script

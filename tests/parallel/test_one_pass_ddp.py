@@ -1,7 +1,8 @@
 """torch's own optimizers under DistributedDataParallel, on two gloo processes, judged by float64 on the joined batch.
 
-Each step has two micro-batches, of which the first is not reduced. The loss is linear in the parameters and the batches are small integers, so that gradients and their averages over processes are
-exact in every precision: what is left is the arithmetic of the step.
+Each step has two micro-batches, of which the first is not reduced. The loss is linear in the parameters and the batches are small
+integers, so that gradients and their averages over processes are exact in every precision: what is left is the arithmetic of the
+step.
 """
 
 import math
