@@ -6,9 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ampkit
-
-from . import ALL, Writer, flat, mlp, noise_of, regression, script, some_tokens, way_of
+from . import ALL, Writer, flat, learn, mlp, noise_of, regression, script, some_tokens, way_of
 
 # -- several models that play against each other
 
@@ -119,47 +117,6 @@ def wgan_with_a_gradient_penalty(run):
 # -- averages of weights
 
 
-class AverageInBuffers(nn.Module):
-    """As diffusion models have it, with names without dots, and `type_as` before each update."""
-
-    def __init__(self, model, decay=0.9):
-        super().__init__()
-        self.decay = decay
-        self.names = {name: name.replace(".", "") for name, p in model.named_parameters() if p.requires_grad}
-        for name, p in model.named_parameters():
-            self.register_buffer(self.names[name], p.clone().detach().data)
-
-    def forward(self, model):
-        shadow, values = dict(self.named_buffers()), dict(model.named_parameters())
-        with torch.no_grad():
-            for name, buffer in self.names.items():
-                shadow[buffer] = shadow[buffer].type_as(values[name])
-                shadow[buffer].sub_((1 - self.decay) * (shadow[buffer] - values[name]))
-
-    def copy_to(self, model):
-        for name, p in model.named_parameters():
-            p.data.copy_(getattr(self, self.names[name]).data)
-
-
-@script()
-def average_in_buffers(run):
-    model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    way, average, losses = way_of(model), AverageInBuffers(model), []
-    start = flat(average.buffers())
-    run.begin(model, optimizer)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        average(model)
-    kept = [p.data.clone() for p in model.parameters()]
-    average.copy_to(model)
-    losses.append(run.error(model, x, y))
-    for p, values in zip(model.parameters(), kept):
-        p.data.copy_(values)
-    losses.append(run.error(model, x, y))
-    return {"losses": losses, "weights": way(), "averages": [flat(average.buffers()) - start]}
-
-
 @script()
 def average_by_deepcopy_and_lerp(run):
     model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
@@ -223,11 +180,9 @@ def tasks(count, seed=5):
 @script()
 def maml(run):
     model, optimizer, _, _ = regression(make=torch.optim.Adam, lr=2e-3)
-    way, losses = way_of(model), []
-    tasks_of = [list(tasks(2, seed)) for seed in range(4)]
-    run.begin(model, optimizer)
-    for batch in tasks_of:
-        total = 0.0
+
+    def loss_of(index):
+        total, batch = 0.0, list(tasks(2, index))
         for x, other_x, y, other_y in batch:
             fast = dict(model.named_parameters())
             for _ in range(2):
@@ -238,25 +193,9 @@ def maml(run):
             with run.casts():
                 output = torch.func.functional_call(model, fast, (other_x,))
             total = total + F.mse_loss(output.float(), other_y) / len(batch)
-        losses.append(total)
-        run.learn(total, optimizer)
-    return {"losses": losses, "weights": way()}
+        return total
 
-
-@script()
-def reptile(run):
-    model, optimizer, _, _ = regression(lr=0.1)
-    way, losses = way_of(model), []
-    tasks_of = list(tasks(4))
-    run.begin(model, optimizer)
-    for x, _, y, _ in tasks_of:
-        before = copy.deepcopy(model.state_dict())
-        for _ in range(3):
-            losses.append(run.error(model, x, y))
-            run.learn(losses[-1], optimizer)
-        after = model.state_dict()
-        model.load_state_dict({name: value + 0.5 * (after[name] - value) for name, value in before.items()})
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, loss_of, times=4)
 
 
 # -- language models that are taught preferences, and reinforcement
@@ -267,21 +206,20 @@ def dpo_with_a_frozen_copy(run):
     policy = Writer()
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    chosen, rejected, way, losses = some_tokens(8, 12), some_tokens(8, 12, seed=8), way_of(policy), []
-    run.begin([policy, reference], optimizer)
+    chosen, rejected = some_tokens(8, 12), some_tokens(8, 12, seed=8)
 
     def log_probability(model, tokens):
         with run.casts():
             scores = model(tokens[:, :-1])
         return scores.float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).sum((1, 2))
 
-    for _ in range(6):
+    def loss_of(_):
         with torch.no_grad():
             before = log_probability(reference, chosen) - log_probability(reference, rejected)
         margin = log_probability(policy, chosen) - log_probability(policy, rejected) - before
-        losses.append(-F.logsigmoid(0.5 * margin).mean())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return -F.logsigmoid(0.5 * margin).mean()
+
+    return learn(run, [policy, reference], optimizer, loss_of, times=6, of=policy)
 
 
 class ActorCritic(nn.Module):
@@ -332,64 +270,16 @@ def ppo(run):
 def reinforce_over_many_forwards(run):
     policy = mlp(8, 64, 96, 4, act=nn.ReLU)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.02)
-    way, losses = way_of(policy), []
-    run.begin(policy, optimizer)
-    for episode in range(2):
-        states, acts, returns = some_steps(60, seed=episode)
+
+    def loss_of(episode):
         terms = []
-        for state, act, gain in zip(states, acts, returns):
+        for state, act, gain in zip(*some_steps(60, seed=episode)):
             with run.casts():
                 scores = policy(state[None])
             terms.append(-scores.float().log_softmax(-1)[0, act] * gain)
-        losses.append(torch.stack(terms).mean())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return torch.stack(terms).mean()
 
-
-@script(ALL)
-def dqn_with_a_target_network(run):
-    network = mlp(8, 64, 96, 4, act=nn.ReLU)
-    target = copy.deepcopy(network).requires_grad_(False)
-    optimizer = torch.optim.RMSprop(network.parameters(), lr=5e-4)
-    way, losses = way_of(network), []
-    run.begin(network, optimizer)
-    for index in range(9):
-        states, acts, rewards = some_steps(32, seed=index)
-        following = some_steps(32, seed=index + 50)[0]
-        with torch.no_grad(), run.casts():
-            goal = rewards + 0.9 * target(following).float().amax(1)
-        with run.casts():
-            values = network(states).float().gather(1, acts[:, None]).squeeze(1)
-        losses.append(F.smooth_l1_loss(values, goal))
-        run.learn(losses[-1], optimizer)
-        if index % 3 == 2:
-            target.load_state_dict(network.state_dict())
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def a2c(run):
-    model = ActorCritic()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        states, acts, rewards = some_steps(20, seed=index)
-        found = []
-        for state in states.split(4):  # environments side by side
-            with run.casts():
-                found.append(model(state))
-        scores, values = (torch.cat(each) for each in zip(*found))
-        gains = rewards - values
-        chances = torch.distributions.Categorical(logits=scores)
-        losses.append(
-            (-chances.log_prob(acts) * gains.detach() + 0.5 * gains.square()).mean() - 0.01 * chances.entropy().mean()
-        )
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        ampkit.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+    return learn(run, policy, optimizer, loss_of, times=2)
 
 
 # -- pairs of views
@@ -431,58 +321,14 @@ def moco_with_a_queue(run):
 def simclr(run):
     encoder, head = mlp(64, 96, 64), mlp(64, 64, 32, seed=1)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
-    way, losses = way_of(encoder, head), []
-    run.begin([encoder, head], optimizer)
-    for views in two_views(6):
+    views = list(two_views(6))
+
+    def loss_of(index):
         with run.casts():
-            z = F.normalize(head(encoder(torch.cat(views)).relu()).float(), dim=1)
+            z = F.normalize(head(encoder(torch.cat(views[index])).relu()).float(), dim=1)
             scores = (z @ z.T).float() / 0.5
         count = len(z) // 2
         scores = scores.masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e4)
-        losses.append(F.cross_entropy(scores, torch.arange(2 * count).roll(count)))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return F.cross_entropy(scores, torch.arange(2 * count).roll(count))
 
-
-@script()
-def byol(run):
-    online, predictor = mlp(64, 96, 64), mlp(64, 96, 64, seed=1)
-    target = copy.deepcopy(online)
-    target.requires_grad_(False)
-    optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], lr=0.2, momentum=0.9)
-    way, of_average, losses = way_of(online, predictor), way_of(target), []
-    run.begin([online, predictor, target], optimizer)
-    for views in two_views(6):
-        loss = 0.0
-        for one, other in (views, views[::-1]):
-            with run.casts():
-                predicted = predictor(online(one))
-                with torch.no_grad():
-                    wanted = target(other)
-            loss = loss + 2 - 2 * F.cosine_similarity(predicted.float(), wanted.float()).mean()
-        losses.append(loss)
-        run.learn(loss, optimizer)
-        for mean, p in zip(target.parameters(), online.parameters()):
-            mean.data.mul_(0.9).add_(0.1 * p.data)
-    return {"losses": losses, "weights": way(), "averages": of_average()}
-
-
-@script(ALL)
-def distillation_from_a_frozen_teacher(run):
-    teacher = mlp(64, 96, 96, 10, seed=3).eval().requires_grad_(False)
-    student = mlp(64, 96, 10)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
-    way, noise, losses = way_of(student), noise_of(12), []
-    run.begin([student, teacher], optimizer)
-    for _ in range(8):
-        x = 2 * noise(32, 64)
-        with run.casts():
-            with torch.no_grad():
-                wanted = teacher(x)
-            found = student(x)
-        soft = F.kl_div(
-            (found.float() / 2).log_softmax(-1), (3 * wanted.float() / 2).softmax(-1), reduction="batchmean"
-        )
-        losses.append(4 * soft + 0.1 * F.cross_entropy(found.float(), wanted.argmax(-1)))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, [encoder, head], optimizer, loss_of, len(views))

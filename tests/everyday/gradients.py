@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ampkit
 
-from . import ALL, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, learn, learned_by, mlp, regression, script, stepped, way_of
 
 # -- what scripts make of gradients
 
@@ -124,7 +124,7 @@ def subclass_that_adds_to_the_step(run):
 @script()
 def hooks_before_and_after_the_step(run):
     model, optimizer, x, y = regression()
-    way, losses, average, norms = way_of(model), [], {}, []
+    average, norms = {}, []
 
     def before(optimizer, args, kwargs):
         for p in model.parameters():
@@ -136,11 +136,8 @@ def hooks_before_and_after_the_step(run):
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    run.begin(model, optimizer)
-    for _ in range(15):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "averages": average.values(), "norms": norms}
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times=15)
+    return found | {"averages": average.values(), "norms": norms}
 
 
 @script()
@@ -180,20 +177,6 @@ def lbfgs(run):
 
 
 # -- gradients in buckets, and of other models
-
-
-@script()
-def flat_buckets(run):
-    def edit(model):
-        bucket = torch.cat([p.grad.view(-1) for p in model.parameters()])
-        bucket /= bucket.norm().clamp(min=0.2)
-        begin = 0
-        for p in model.parameters():
-            p.grad.copy_(bucket[begin : begin + p.numel()].view_as(p))
-            begin += p.numel()
-        return [bucket]
-
-    return stepped(run, edit)
 
 
 def in_one_buffer(run, backward):
@@ -240,34 +223,6 @@ def coalesced_as_for_all_reduce(run):
         return [len(buckets)]
 
     return stepped(run, edit)
-
-
-@script()
-def pcgrad(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        with run.casts():
-            output = model(x)
-        of_tasks = [F.mse_loss(output[:, index].float(), y[:, index]) for index in range(2)]
-        found = []
-        for index, loss in enumerate(of_tasks):
-            optimizer.zero_grad()
-            with run.block(loss, optimizer) as scaled:
-                scaled.backward(retain_graph=index == 0)
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        losses += of_tasks
-        projected = [g.clone() for g in found]
-        for one, other in ((0, 1), (1, 0)):
-            inner = torch.dot(projected[one], found[other])
-            if inner < 0:
-                projected[one] -= inner * found[other] / found[other].norm() ** 2
-        merged = torch.stack(projected).mean(0)
-        for p, part in zip(model.parameters(), merged.split([p.numel() for p in model.parameters()])):
-            p.grad = part.view_as(p)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 def handed_over(run, hand_over, set_to_none=True):
@@ -407,21 +362,6 @@ def gradients_in_lists(run):
 # -- steps made of gradients
 
 
-@script()
-def galore(run):
-    basis, mean = {}, {}
-
-    def edit(model):
-        p = model[0].weight
-        if not basis:
-            basis[p] = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :2]
-        low = basis[p].T @ p.grad
-        mean[p] = mean[p].lerp(low, 0.5) if mean else low
-        p.grad = basis[p] @ mean[p]
-
-    return stepped(run, edit, rows=96)
-
-
 class Projected(torch.optim.Optimizer):
     """GaLore as a class."""
 
@@ -444,11 +384,6 @@ class Projected(torch.optim.Optimizer):
 
 
 @script()
-def galore_as_a_class(run):
-    return learned_by(run, Projected, times=8, rows=96)
-
-
-@script()
 def galore_as_a_class_beside_the_session(run):
     """Its optimizer is not given to initialize."""
     model, optimizer, x, y = regression(rows=96, make=Projected)
@@ -460,74 +395,6 @@ def galore_as_a_class_beside_the_session(run):
         losses[-1].backward()
         optimizer.step()
     return {"losses": losses, "weights": way()}
-
-
-def orthogonal(g, steps=3):
-    x = g / (g.norm() + 1e-7)
-    for _ in range(steps):
-        x = 1.5 * x - 0.5 * x @ x.T @ x
-    return x
-
-
-@script()
-def muon(run):
-    model, x = mlp(64, 96, 64), noise_of(26)(128, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    y, way, losses, momentum = x.roll(1, 1).sin(), way_of(model), [], {}
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        for p in model.parameters():
-            if p.ndim == 2:
-                momentum[p] = momentum.get(p, torch.zeros_like(p.grad)).mul_(0.9).add_(p.grad)
-                p.grad.copy_(orthogonal(p.grad.add(momentum[p], alpha=0.9)))
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def sign_sgd(run):
-    def edit(model):
-        for p in model.parameters():
-            p.grad = torch.sign(p.grad)
-
-    found = stepped(run, edit, times=5, lr=1e-3, momentum=0)
-    return {"losses": found["losses"], "weights": found["weights"]}
-
-
-@script()
-def lars_by_hand(run):
-    @torch.no_grad()
-    def edit(model):
-        rates = []
-        for p in model.parameters():
-            rates.append(0.02 * p.norm() / (p.grad.norm() + 1e-4 * p.norm() + 1e-8))
-            p.grad.add_(p, alpha=1e-4).mul_(rates[-1])
-        return rates
-
-    return stepped(run, edit, lr=1.0)
-
-
-@script()
-def centralized_gradients(run):
-    def edit(model):
-        for p in model.parameters():
-            if p.grad.dim() > 1:
-                p.grad.data.add_(-p.grad.data.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-
-    return stepped(run, edit)
-
-
-@script()
-def noise_on_gradients(run):
-    torch.manual_seed(27)
-
-    def edit(model):
-        for p in model.parameters():
-            p.grad += 1e-3 * torch.randn_like(p.grad)
-
-    return stepped(run, edit)
 
 
 def clipped(run, clip):
@@ -572,28 +439,6 @@ def clipping_by_value(run):
     return clipped(run, clip)
 
 
-@script()
-def clipping_by_hand(run):
-    def clip(model, optimizer):
-        norm = sum(p.grad.data.norm(2).item() ** 2 for p in model.parameters()) ** 0.5
-        for p in model.parameters():
-            p.grad.data.mul_(min(1.0, 0.3 / norm))
-        return norm
-
-    return clipped(run, clip)
-
-
-@script()
-def adaptive_clipping(run):
-    def edit(model):
-        for p in (model[0].weight, model[2].weight):
-            bound = 0.02 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
-            norm = p.grad.detach().norm(dim=1, keepdim=True)
-            p.grad.detach().copy_(torch.where(norm > bound, p.grad * (bound / norm.clamp(min=1e-6)), p.grad))
-
-    return stepped(run, edit, lr=0.1)
-
-
 @script(("O4", "O5"))
 def clipping_inside_of_the_block(run):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.1)
@@ -610,26 +455,6 @@ def clipping_inside_of_the_block(run):
 
 
 # -- gradients of samples
-
-
-@script()
-def private_sgd_in_a_loop(run):
-    model, optimizer, x, y = regression(rows=12, lr=0.2)
-    way, noise, losses = way_of(model), noise_of(28), []
-    run.begin(model, optimizer)
-    for _ in range(3):
-        sums = [torch.zeros_like(p) for p in model.parameters()]
-        for row, wanted in zip(x, y):
-            losses.append(run.error(model, row[None], wanted[None]))
-            run.gradients(losses[-1], model, optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            losses.append(norm)
-            for total, p in zip(sums, model.parameters()):
-                total.add_(p.grad)
-        for total, p in zip(sums, model.parameters()):
-            p.grad = (total + 0.01 * noise(*p.shape)) / len(x)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 @script()
@@ -653,19 +478,6 @@ def private_sgd_by_vmap(run):
         optimizer.step()
         losses += [errors, norms]
     return {"losses": losses, "weights": way()}
-
-
-@script()
-def fisher_diagonal(run):
-    model, optimizer, x, y = regression(rows=48)
-    run.begin(model, optimizer)
-    fisher = {name: torch.zeros_like(p.data) for name, p in model.named_parameters()}
-    for row, wanted in zip(x, y):
-        model.zero_grad()
-        run.backward(run.error(model, row[None], wanted[None]), optimizer)
-        for name, p in model.named_parameters():
-            fisher[name].add_(p.grad.detach() ** 2 / len(x))
-    return {"fisher": fisher.values()}
 
 
 # -- gradients that are looked at

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, flat, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, flat, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- loops that write weights between two forwards
 
@@ -33,33 +33,6 @@ def sam(run):
         for p, values in zip(model.parameters(), before):
             p.data = values
         optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def asam(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, state = way_of(model), [], {}
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            scales = [p.detach().abs().add_(0.01) for p in model.parameters()]
-            for p, scale in zip(model.parameters(), scales):
-                p.grad.mul_(scale)
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() + 1e-16
-            for p, scale in zip(model.parameters(), scales):
-                state[p] = p.grad.mul_(scale).mul_(0.3 / norm)
-                p.add_(state[p])
-        optimizer.zero_grad()
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(state[p])
-        optimizer.step()
-        optimizer.zero_grad()
     return {"losses": losses, "weights": way()}
 
 
@@ -95,12 +68,7 @@ def low_rank_adapters_over_a_frozen_base(run):
     model = nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in base))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     _, _, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
 
 
 class Climbing(torch.optim.Optimizer):
@@ -185,30 +153,6 @@ def product_of_hessian_and_vector_by_backward(run):
     for p in params:
         p.grad = None
     return {"gradients": [first], "products": found}
-
-
-@script()
-def gradnorm_of_two_tasks(run):
-    model, optimizer, x, y = regression()
-    shares = nn.Parameter(torch.ones(2))
-    of_shares = torch.optim.SGD([shares], lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        with run.casts():
-            output = model(x)
-        tasks = torch.stack([F.mse_loss(output[:, index].float(), 3 * index + y[:, index]) for index in range(2)])
-        norms = torch.stack(
-            [
-                torch.autograd.grad(share * task, model[0].weight, retain_graph=True, create_graph=True)[0].norm()
-                for share, task in zip(shares, tasks)
-            ]
-        )
-        (shares.grad,) = torch.autograd.grad((norms - norms.mean().detach()).abs().sum(), shares, retain_graph=True)
-        losses += [tasks, norms]
-        run.learn((shares.detach() * tasks).sum(), optimizer)
-        of_shares.step()
-    return {"losses": losses, "weights": way(), "shares": [shares]}
 
 
 @script()
@@ -423,34 +367,6 @@ def gradients_taken_out_and_put_in(run):
     return stepped(run, edit, times=11)
 
 
-def pruned(run, prune, edit=lambda masks: None):
-    """``prune(masks)`` is called before initialize; half of the weights are to stay 0."""
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    masks = {p: (noise_of(33)(*p.shape) > 0).float() for p in (model[0].weight, model[2].weight)}
-    with torch.no_grad():
-        for p, mask in masks.items():
-            p.mul_(mask)
-    way, losses = way_of(model), []
-    prune(masks)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        edit(masks)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "zeros": [(p == 0).sum() for p in masks]}
-
-
-@script()
-def mask_by_a_hook(run):
-    def prune(masks):
-        for p, mask in masks.items():
-            p.register_hook(lambda grad, mask=mask: grad * mask)
-
-    return pruned(run, prune)
-
-
 @script(ALL)
 def masks_by_hooks_before_initialize(run):
     """On matrices and biases, in float32."""
@@ -458,21 +374,7 @@ def masks_by_hooks_before_initialize(run):
     for p in model.parameters():
         mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
         p.register_hook(lambda grad, mask=mask: grad * mask)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def mask_on_gradients(run):
-    def edit(masks):
-        for p, mask in masks.items():
-            p.grad.mul_(mask)
-
-    return pruned(run, lambda masks: None, edit)
+    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
 
 
 @script()
@@ -563,7 +465,7 @@ def hooks_of_accumulators(run):
 @script()
 def hooks_after_accumulation(run):
     model, optimizer, x, y = regression()
-    average, losses, way = {}, [], way_of(model)
+    average = {}
 
     def hook(p):
         average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
@@ -571,12 +473,8 @@ def hooks_after_accumulation(run):
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for _ in range(12):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    averages = [average[p] for p in model.parameters()]
-    return {"losses": losses, "weights": way(), "averages": averages}
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times=12, loss_scale=1.0)
+    return found | {"averages": [average[p] for p in model.parameters()]}
 
 
 @script(("O4", "O5"))
@@ -624,7 +522,7 @@ def steps_in_hooks_without_initialize(run):
 def adamw(run, settings, when, whose):
     model, _, x, y = regression()
     other = mlp(4, 2)
-    way, losses, optimizer = way_of(model), [], None
+    way, losses = way_of(model), []
     if when == "before":
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, **settings)
     if whose == "the same model":

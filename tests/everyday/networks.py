@@ -8,145 +8,24 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from . import ALL, Writer, mlp, noise_of, regression, script, some_tokens, way_of
-
-# -- fields, codes and variational models
-
-
-class Field(nn.Module):
-    """Colours along rays, from cameras whose poses are learned."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(13)
-        self.turns, self.shifts = nn.Embedding(6, 3), nn.Parameter(torch.zeros(6, 3))
-        nn.init.zeros_(self.turns.weight)
-        self.net = mlp(39, 96, 64, 4, act=nn.ReLU)
-
-    def forward(self, cameras, directions):
-        x, y, z = self.turns(cameras).unbind(-1)
-        zero = torch.zeros_like(x)
-        skew = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).view(-1, 3, 3)
-        directions = (torch.matrix_exp(skew) * directions[:, None]).sum(-1)
-        depths = torch.linspace(0.5, 2.0, 6)
-        points = self.shifts[cameras][:, None] + depths[:, None] * directions[:, None]
-        angles = points[..., None] * 2.0 ** torch.arange(6)
-        features = torch.cat([points, angles.sin().flatten(-2), angles.cos().flatten(-2)], -1)
-        *colours, density = self.net(features).float().unbind(-1)
-        opacity = 1 - torch.exp(-F.softplus(density) * 0.3)
-        passed = torch.cumprod(torch.cat([torch.ones(len(opacity), 1), 1 - opacity[:, :-1]], 1), 1)
-        return (torch.stack(colours, -1).sigmoid() * (opacity * passed)[..., None]).sum(1)
-
-
-@script()
-def field_with_learned_cameras(run):
-    model = Field()
-    groups = [{"params": model.net.parameters()}, {"params": [model.turns.weight, model.shifts], "lr": 1e-3}]
-    optimizer = torch.optim.Adam(groups, lr=2e-3)
-    noise, losses = noise_of(14), []
-    way, of_turns, of_shifts = way_of(model.net), way_of(model.turns), model.shifts.detach().clone()
-    run.begin(model, optimizer)
-    for index in range(8):
-        cameras, directions = some_tokens(48, seed=index, tokens=6), F.normalize(noise(48, 3), dim=1)
-        wanted = (3 * directions + cameras[:, None] / 3).sin() / 2 + 0.5
-        with run.casts():
-            colours = model(cameras, directions)
-        losses.append(F.mse_loss(colours, wanted))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "turns": of_turns(), "shifts": [model.shifts.double() - of_shifts]}
-
-
-class Codes(nn.Module):
-    """A table of codes, in buffers, that follow the averages of what they stand for."""
-
-    def __init__(self):
-        super().__init__()
-        table = 0.3 * noise_of(15)(16, 32)
-        self.register_buffer("table", table)
-        self.register_buffer("counts", torch.ones(16))
-        self.register_buffer("sums", table.clone())
-
-    def forward(self, z):
-        flat_z = z.detach().float()
-        apart = flat_z.square().sum(1, keepdim=True) - 2 * flat_z @ self.table.T + self.table.square().sum(1)
-        chosen = F.one_hot(apart.argmin(1), 16).type_as(flat_z)
-        codes = chosen @ self.table
-        if self.training:
-            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-            self.sums.mul_(0.9).add_(chosen.T @ flat_z, alpha=0.1)
-            self.table.copy_(self.sums / (self.counts + 1e-5)[:, None])
-        return z + (codes.float() - z).detach(), F.mse_loss(z.float(), codes.float().detach())
-
-
-class CodedAutoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder, self.codes = mlp(64, 96, 32), mlp(32, 96, 64, seed=1), Codes()
-
-    def forward(self, x):
-        codes, commitment = self.codes(self.encoder(x))
-        return self.decoder(codes), commitment
-
-
-@script(ALL)
-def vq_vae_with_averaged_codes(run):
-    model = CodedAutoencoder()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    centres = 2 * noise_of(16)(8, 64)
-    way, noise, losses = way_of(model), noise_of(17), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        x = centres[some_tokens(48, seed=index, tokens=8)] + 0.1 * noise(48, 64)
-        with run.casts():
-            output, commitment = model(x)
-        losses.append(F.mse_loss(output.float(), x) + 0.25 * commitment.float())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "codes": [model.codes.table]}
-
-
-class Variational(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = mlp(64, 96, 32), mlp(16, 96, 64, seed=1)
-
-    def forward(self, x, noise):
-        mean, log_variance = self.encoder(x).chunk(2, -1)
-        z = mean + (0.5 * log_variance).exp() * noise
-        return self.decoder(z), mean, log_variance
-
-
-@script(ALL)
-def vae(run):
-    model = Variational()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    way, noise, losses = way_of(model), noise_of(18), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        x = noise(32, 64).sin()
-        with run.casts():
-            output, mean, log_variance = (each.float() for each in model(x, noise(32, 16)))
-        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-        losses.append(F.mse_loss(output, x, reduction="sum") / len(x) + divergence)
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
+from . import ALL, Writer, learn, mlp, noise_of, regression, script, some_tokens, way_of
 
 # -- sequences
 
 
+def of_next_tokens(run, model, tokens):
+    """The loss of a language model, of tokens in ascending order."""
+    tokens = tokens.sort(1).values
+    with run.casts():
+        scores = model(tokens[:, :-1])
+    return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
 @script(ALL)
 def tied_table_and_head(run):
-    model, way, losses = Writer(tied=True), None, []
-    way = way_of(model)
+    model = Writer(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    run.begin(model, optimizer)
-    for index in range(8):
-        tokens = some_tokens(8, 12, seed=index).sort(1).values
-        with run.casts():
-            scores = model(tokens[:, :-1])
-        losses.append(F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, lambda index: of_next_tokens(run, model, some_tokens(8, 12, seed=index)))
 
 
 class Recurrent(nn.Module):
@@ -169,15 +48,16 @@ def truncated(run, kind):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x = noise_of(21)(8, 30, 48)
     y = x[..., :2].cumsum(1).sin()
-    way, losses, state = way_of(model), [], None
-    run.begin(model, optimizer)
-    for part, wanted in zip(x.split(5, 1), y.split(5, 1)):
+    parts, states = list(zip(x.split(5, 1), y.split(5, 1))), [None]
+
+    def loss_of(index):
+        part, wanted = parts[index]
         with run.casts():
-            output, state = model(part, state)
-        losses.append(F.mse_loss(output.float(), wanted))
-        run.learn(losses[-1], optimizer)
-        state = detached(state)
-    return {"losses": losses, "weights": way()}
+            output, state = model(part, states[-1])
+        states.append(detached(state))
+        return F.mse_loss(output.float(), wanted)
+
+    return learn(run, model, optimizer, loss_of, len(parts))
 
 
 @script(ALL)
@@ -228,10 +108,7 @@ def write_on(run, model, times=5):
     way, losses = way_of(model), []
     run.begin(model, optimizer)
     for index in range(times):
-        tokens = some_tokens(8, 13, seed=index).sort(1).values
-        with run.casts():
-            scores = model(tokens[:, :-1])
-        losses.append(F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()))
+        losses.append(of_next_tokens(run, model, some_tokens(8, 13, seed=index)))
         optimizer.zero_grad()
         run.backward(losses[-1], optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -258,23 +135,6 @@ def recomputed_blocks_reentrant(run):
 # -- images, and layers whose weights are made
 
 
-@script(ALL)
-def mixup(run):
-    model = mlp(64, 96, 96, 10, act=nn.ReLU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    way, noise, losses = way_of(model), noise_of(23), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        labels, order = some_tokens(32, seed=index, tokens=10), torch.arange(32).roll(index + 1)
-        x = noise(32, 64) + F.one_hot(labels, 64)
-        share = (index + 1) / 10
-        with run.casts():
-            scores = model(share * x + (1 - share) * x[order]).float()
-        losses.append(share * F.cross_entropy(scores, labels) + (1 - share) * F.cross_entropy(scores, labels[order]))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -299,161 +159,24 @@ class UNet(nn.Module):
 def unet_with_batch_norm(run):
     model = UNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    way, noise, losses = way_of(model), noise_of(25), []
-    run.begin(model, optimizer)
-    for _ in range(4):
+    noise = noise_of(25)
+
+    def loss_of(_):
         x = noise(6, 3, 16, 16)
         with run.casts():
             scores = model(x)
-        losses.append(F.cross_entropy(scores.float(), (F.avg_pool2d(x, 3, 1, 1)[:, 0] > 0).long()))
-        run.learn(losses[-1], optimizer)
+        return F.cross_entropy(scores.float(), (F.avg_pool2d(x, 3, 1, 1)[:, 0] > 0).long())
+
+    found = learn(run, model, optimizer, loss_of, times=4)
     model.eval()
     with torch.no_grad(), run.casts():
-        picture = model(noise(2, 3, 16, 16)).float()
-    return {"losses": losses, "weights": way(), "picture": [picture]}
-
-
-class TwoTowers(nn.Module):
-    """Pictures and words, a learned temperature, and the loss inside of `forward`."""
-
-    def __init__(self):
-        super().__init__()
-        self.pictures, self.words = mlp(64, 96, 32), mlp(48, 96, 32, seed=1)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x, y):
-        x, y = F.normalize(self.pictures(x), dim=-1), F.normalize(self.words(y), dim=-1)
-        scores = self.scale.exp() * x @ y.t()
-        labels = torch.arange(len(x))
-        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
-
-
-@script(ALL)
-def two_towers_with_a_temperature(run):
-    model, noise = TwoTowers(), noise_of(48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = noise(32, 64)
-    y, way, losses = x[:, :48] + 0.1 * noise(32, 48), way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        with run.casts():
-            losses.append(model(x, y).float())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-class Angles(nn.Module):
-    """Scores are angles between features and normalized weights, with a margin."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.weight = mlp(64, 96), nn.Parameter(noise_of(49)(48, 96))
-
-    def forward(self, x, labels):
-        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight)).float().clamp(-0.99, 0.99)
-        one_hot = F.one_hot(labels, 48).bool()
-        return 8 * torch.where(one_hot, torch.cos(cosine.acos() + 0.3), cosine)
-
-
-@script(ALL)
-def angles_with_a_margin(run):
-    model = Angles()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    way, noise, losses, labels = way_of(model), noise_of(50), [], some_tokens(32, tokens=48)
-    x = noise(32, 64)
-    run.begin(model, optimizer)
-    for _ in range(6):
-        with run.casts():
-            scores = model(x, labels)
-        losses.append(F.cross_entropy(scores.float(), labels))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-class Denoiser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.time, self.body = mlp(32, 64, 64, act=nn.SiLU), mlp(128, 96, 64, seed=1, act=nn.SiLU)
-
-    def forward(self, x, times):
-        angles = times[:, None] * torch.exp(-torch.arange(16) / 2)
-        return self.body(torch.cat([x, self.time(torch.cat([angles.sin(), angles.cos()], 1))], 1))
-
-
-@script(ALL)
-def diffusion(run):
-    model = Denoiser()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
-    way, noise, losses = way_of(model), noise_of(51), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        times, x, added = some_tokens(32, seed=index, tokens=1000), noise(32, 64).sin(), noise(32, 64)
-        share = kept[times][:, None]
-        with run.casts():
-            found = model(share.sqrt() * x + (1 - share).sqrt() * added, times.float())
-        losses.append(F.mse_loss(found.float(), added))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-class Scan(nn.Module):
-    """A state space, step by step, with learned decays."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.out, self.decays = mlp(48, 96)[0], mlp(96, 48)[0], nn.Parameter(torch.linspace(1, 5, 96))
-        self.norm = nn.Parameter(torch.ones(96))
-
-    def forward(self, x):
-        drive, state, states = self.into(x), torch.zeros(len(x), 96), []
-        for step in drive.unbind(1):
-            state = state * torch.sigmoid(self.decays) + step
-            states.append(state)
-        h = torch.stack(states, 1)
-        return self.out(h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.norm)
-
-
-@script(ALL)
-def scan_with_learned_decays(run):
-    model, x = Scan(), noise_of(52)(8, 40, 48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    y, way, losses = x.cumsum(1).sin(), way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(5):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def letters_by_ctc(run):
-    torch.manual_seed(53)
-    model = nn.Sequential(
-        nn.Conv1d(32, 64, 5, padding=2), nn.GroupNorm(4, 64), nn.GELU(), nn.Conv1d(64, 20, 5, padding=2)
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    x, letters = noise_of(54)(6, 32, 24), 1 + some_tokens(6, 5, tokens=19)
-    way, losses, lengths = way_of(model), [], (torch.full((6,), 24), torch.full((6,), 5))
-    run.begin(model, optimizer)
-    for _ in range(6):
-        with run.casts():
-            scores = model(x)
-        losses.append(F.ctc_loss(scores.float().permute(2, 0, 1).log_softmax(-1), letters, *lengths))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return found | {"picture": [model(noise(2, 3, 16, 16)).float()]}
 
 
 def with_made_weights(run, make):
     model, _, x, y = regression()
     model[0] = make(model[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _: run.error(model, x, y))
 
 
 @script(ALL)
@@ -470,8 +193,8 @@ def with_one_half_frozen(run, half):
     """The older weight norm keeps a length and a direction; DINO trains directions alone."""
     model, x = mlp(64, 96, 64), noise_of(55)(32, 64)
     nn.utils.weight_norm(model[2]).get_parameter(half).requires_grad_(False)
-    found = trained(run, model, x, x.sin(), lr=0.5)
-    return {"losses": found["losses"], "weights": found["weights"]}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    return learn(run, model, optimizer, lambda _: run.error(model, x, x.sin()))
 
 
 @script(ALL)
@@ -482,25 +205,6 @@ def weight_norm_of_fixed_length(run):
 @script(ALL)
 def weight_norm_of_fixed_direction(run):
     return with_one_half_frozen(run, "weight_v")
-
-
-@script()
-def ewc(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    importance = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for row, wanted in zip(x.split(4), y.split(4)):
-        optimizer.zero_grad()
-        run.backward(run.error(model, row, wanted), optimizer)
-        for name, p in model.named_parameters():
-            importance[name] += p.grad.data.clone().pow(2) / 8
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(6):
-        penalty = sum((importance[name] * (p - start[name]) ** 2).sum() for name, p in model.named_parameters())
-        losses.append(run.error(model, x.flip(1), y.flip(0)) + 100 * penalty)
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "importance": importance.values()}
 
 
 def four_micro_batches(run, backward):
@@ -537,15 +241,10 @@ def four_micro_batches_without_blocks(run):
 # -- kinds of weights and of layers
 
 
-def trained(run, model, x, y, lr=0.1, times=8, momentum=0.0, **found):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(times):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return {"losses": losses, "weights": way(), "gradients": gradients}
+def trained(run, model, x, y, lr=0.1, momentum=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y))
+    return found | {"gradients": [p.grad for p in model.parameters() if p.grad is not None]}
 
 
 class TiedAutoencoder(nn.Module):
@@ -580,38 +279,8 @@ class Slimmable(nn.Module):
 
 @script(ALL)
 def parts_of_weights(run):
-    x = noise_of(36)(32, 64)
-    found = trained(run, Slimmable(), x, x.sin(), lr=0.5)
-    return {"losses": found["losses"], "weights": found["weights"]}
-
-
-class Experts(nn.Module):
-    """Of eight experts in one parameter, each row goes to two."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(37)
-        self.gate = nn.Linear(64, 8)
-        self.up, self.down = nn.Parameter(torch.randn(8, 64, 48) / 8), nn.Parameter(torch.randn(8, 48, 64) / 7)
-
-    def forward(self, x):
-        chosen = (x.abs() * 1e3).long()[
-            :, :2
-        ] % 8  # by a hash: a choice by rounded scores would be another now and then
-        chances = self.gate(x).float().softmax(-1).gather(1, chosen)
-        output = torch.zeros_like(x)
-        for index in range(8):
-            rows, place = (chosen == index).nonzero(as_tuple=True)
-            if len(rows):
-                found = F.gelu(x[rows] @ self.up[index]) @ self.down[index]
-                output = output.index_add(0, rows, (found.float() * chances[rows, place, None]).to(output.dtype))
-        return output
-
-
-@script()
-def mixture_of_experts(run):
-    x = noise_of(38)(32, 64)
-    return trained(run, Experts(), x, x.sin(), lr=1.0, times=5)
+    model, x = Slimmable(), noise_of(36)(32, 64)
+    return learn(run, model, torch.optim.SGD(model.parameters(), lr=0.5), lambda _: run.error(model, x, x.sin()))
 
 
 @script()
@@ -669,32 +338,16 @@ def channels_last(run):
     return trained(run, model, x, x.sin(), momentum=0.9)
 
 
-class Quantized(nn.Linear):
-    """Computes with weights of a few values; gradients go straight through."""
-
-    def forward(self, x):
-        step = self.weight.detach().abs().max() / 7
-        return F.linear(x, self.weight + ((self.weight / step).round() * step - self.weight).detach(), self.bias)
-
-
-@script()
-def weights_rounded_straight_through(run):
-    torch.manual_seed(45)
-    x = noise_of(46)(32, 64)
-    return trained(run, nn.Sequential(Quantized(64, 96), nn.Tanh(), Quantized(96, 64)), x, x.sin(), lr=0.5, times=4)
-
-
 @script(ALL)
 def adversarial_training(run):
     model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
+
+    def loss_of(_):
         nearby = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(run.error(model, nearby, y), nearby)
-        losses.append(run.error(model, x + 0.1 * slope / slope.norm(dim=1, keepdim=True), y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return run.error(model, x + 0.1 * slope / slope.norm(dim=1, keepdim=True), y)
+
+    return learn(run, model, optimizer, loss_of, times=6)
 
 
 @script(ALL)
