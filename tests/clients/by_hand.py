@@ -1,4 +1,4 @@
-"""What adapters are judged by: a loop written by hand with `scale_loss`, and one step in float32."""
+"""The judges of adapters: a loop written by hand with `scale_loss`, and one step in float32."""
 
 import math
 

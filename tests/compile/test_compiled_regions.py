@@ -1,6 +1,6 @@
 """torch.amp's words at O1 in compiled code: the same dtypes as uncompiled, whatever backend, without a graph break."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -142,9 +142,8 @@ def test_compiled_model_in_another_thread_is_cast_and_a_region_there_is_kept():
             seen.append(compiled(torch.randn(4, 8)).dtype)
         seen.append(compiled(torch.randn(4, 8)).dtype)
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other).result()
     assert seen == [LOW, LOW, torch.float32, LOW]
 
 

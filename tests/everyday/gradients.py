@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn import functional as F
@@ -486,11 +487,8 @@ def private_sgd_by_vmap(run):
 @script()
 def gradients_read_by_numpy_in_another_thread(run):
     def edit(model):
-        norms = []
-        thread = threading.Thread(target=lambda: norms.extend((p.grad.numpy() ** 2).sum() for p in model.parameters()))
-        thread.start()
-        thread.join()
-        return norms
+        with ThreadPoolExecutor(1) as pool:
+            return list(pool.map(lambda p: (p.grad.numpy() ** 2).sum(), model.parameters()))
 
     return stepped(run, edit)
 
@@ -498,17 +496,14 @@ def gradients_read_by_numpy_in_another_thread(run):
 @script()
 def gradients_read_by_four_threads_at_once(run):
     def edit(model):
-        norms = [None] * 4
+        start = threading.Barrier(4)
 
-        def look(index):
-            norms[index] = sum((p.grad**2).sum() for p in model.parameters())
+        def look(_):
+            start.wait()
+            return sum((p.grad**2).sum() for p in model.parameters())
 
-        threads = [threading.Thread(target=look, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return norms
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(look, range(4)))
 
     return stepped(run, edit)
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -301,16 +302,15 @@ def two_threads_go_backward_at_once(run):
     model, _, x, y = regression(rows=96)
     run.begin(model)
     losses = [run.error(model, *part) for part in zip(x.split(4), y.split(4))]
+    start = threading.Barrier(2)
 
     def work(mine):
+        start.wait()
         for loss in mine:
             loss.backward()
 
-    threads = [threading.Thread(target=work, args=(losses[index::2],)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (losses[::2], losses[1::2])))
     return {"gradients": [p.grad for p in model.parameters()]}
 
 

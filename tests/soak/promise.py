@@ -1,4 +1,4 @@
-"""What a group of faults has, each above the function that makes an attempt."""
+"""A promise of the soak, written above the function that makes an attempt."""
 
 from __future__ import annotations
 
