@@ -77,8 +77,7 @@ def page(results: dict) -> str:
         text += f"## {title}\n\n"
         text += "| promise | attacked by | attacks | broken |\n|---|---|--:|--:|\n"
         for row in own:
-            broken = f"left out: {row['left_out']}" if row["left_out"] else len(row["violations"])
-            text += f"| {row['promise']} | {row['attack']} | {row['attacks']:,} | {broken} |\n"
+            text += f"| {row['promise']} | {row['attack']} | {row['attacks']:,} | {len(row['violations'])} |\n"
         text += "\n" + slopes(own)
     return text + RUNS + NOT_PROMISED
 

@@ -3,7 +3,7 @@
 import math
 
 import lightning.pytorch as pl
-import torch
+from by_hand import OPTIMIZERS
 from helpers import net_with_norm
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
@@ -12,11 +12,6 @@ import ampkit
 from ampkit.integrations.lightning import AmpkitPrecision
 
 __all__ = ["AmpkitPrecision", "ModelCheckpoint", "Module", "WithForward", "trainer"]
-
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "FusedAdam": lambda params: ampkit.optimizers.FusedAdam(params, lr=0.01),
-}
 
 
 class Module(pl.LightningModule):

@@ -1,22 +1,25 @@
 """Accelerate's own loop over a session, judged by the same loop written by hand, and by float32."""
 
-import math
-
 import pytest
 import torch
-from helpers import backward, net_with_norm, random_batch
-from torch.nn import functional as F
+from by_hand import (
+    OPTIMIZERS,
+    assert_clipped_as_in_float32,
+    assert_equal,
+    assert_same_steps,
+    loss_of,
+    settings_of,
+    spoiled_at,
+    trained_by_hand,
+    values,
+)
+from helpers import net_with_norm
 
 import ampkit
 from ampkit.integrations.accelerate import attach
 
 accelerate = pytest.importorskip("accelerate", reason="`make clients` installs accelerate")
 
-RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "FusedAdam": lambda params: ampkit.optimizers.FusedAdam(params, lr=0.01),
-}
 ORDERS = ("prepare, initialize", "initialize, prepare", "initialize, attach, prepare")
 
 
@@ -36,12 +39,6 @@ def forget_settings():
     accelerate.state.GradientState._reset_state()
 
 
-def settings_of(level):
-    """O2 in float16, which the CPU's default is not."""
-    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
-    return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
-
-
 def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0, born_in=torch.float32):
     model = net_with_norm(seed=seed).to(born_in)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
@@ -55,19 +52,6 @@ def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0, bor
     if "attach" not in order:
         attach(accelerator)
     return model, optimizer
-
-
-def loss_of(model, step, spoiled=None):
-    x, y = random_batch(seed=step)
-    return F.mse_loss(model(x).float(), y) * (math.inf if step == spoiled else 1.0)
-
-
-def values(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
@@ -84,35 +68,16 @@ def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
     return found
 
 
-def trained_by_hand(level, optimizer, steps, spoiled=None, accumulate=1, clip=None):
-    model = net_with_norm()
-    model, optimizer = ampkit.initialize(model, OPTIMIZERS[optimizer](model.parameters()), **settings_of(level))
-    found = []
-    for step in steps:
-        last = step % accumulate == accumulate - 1
-        backward(loss_of(model, step, spoiled) / accumulate, optimizer, delay_unscale=not last)
-        if last:
-            if clip is not None:
-                ampkit.clip_grad_norm_(optimizer, clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
-    ampkit.close()
-    return found
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
-    spoiled = 2 if level != "O5" else None
-    expected = trained_by_hand(level, optimizer, range(6), spoiled)
+    spoiled = spoiled_at(level, 2)
+    expected = trained_by_hand(level, optimizer, spoiled)
     for order in ORDERS:
         one = accelerator()
         model, wrapped = prepared(one, level, order, optimizer)
         found = trained(one, model, wrapped, range(6), spoiled)
-        for (weights, *state), (wanted, *wanted_state) in zip(found, expected, strict=True):
-            assert_equal(weights, wanted)
-            assert state == wanted_state
+        assert_same_steps(found, expected)
         assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(6)]
         assert ampkit.step_was_skipped(wrapped) is False
         ampkit.close()
@@ -125,7 +90,7 @@ def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer, accelerator):
-    expected = trained_by_hand(level, optimizer, range(6), spoiled=4, accumulate=3, clip=0.1)
+    expected = trained_by_hand(level, optimizer, spoiled=4, accumulate=3, clip=0.1, delays=True)
     one = accelerator(gradient_accumulation_steps=3)
     model, wrapped = prepared(one, level, optimizer=optimizer)
     found = trained(one, model, wrapped, range(6), spoiled=4, clip=0.1)
@@ -139,28 +104,21 @@ def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer
 @pytest.mark.parametrize("by", ("norm", "value"))
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
 def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
-    twin = net_with_norm()
-    loss_of(twin, 0).backward()
     one = accelerator()
     model, optimizer = prepared(one, level)
     one.backward(loss_of(model, 0))
-    if by == "norm":
-        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.02)
-        norm = one.clip_grad_norm_(model.parameters(), 0.02)
-        assert norm.item() == pytest.approx(wanted.item(), rel=1e-6 if level == "O0" else 0.02)
-    else:
-        torch.nn.utils.clip_grad_value_(twin.parameters(), 0.02)
-        one.clip_grad_value_(model.parameters(), 0.02)
-    tolerance = 1e-6 if level == "O0" else 0.02 * 0.05
-    for master, param in zip(ampkit.master_params(optimizer), twin.parameters(), strict=True):
-        assert (master.grad - param.grad).abs().max() <= tolerance
+    clip = {"norm": one.clip_grad_norm_, "value": one.clip_grad_value_}[by]
+    norm = clip(model.parameters(), 0.02)
+    found = [master.grad for master in ampkit.master_params(optimizer)]
+    wanted = assert_clipped_as_in_float32(level, found, by, 0.02)
+    assert by == "value" or norm.item() == pytest.approx(wanted, rel=1e-6 if level == "O0" else 0.02)
     optimizer.step()
 
 
 @pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path):
-    spoiled = 1 if level != "O5" else None
+    spoiled = spoiled_at(level, 1)
     one = accelerator()
     model, optimizer = prepared(one, level, born_in=born_in)
     trained(one, model, optimizer, range(4), spoiled)
@@ -170,11 +128,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path
     one.free_memory()
     model, optimizer = prepared(one, level, seed=9, born_in=born_in)
     one.load_state(tmp_path)
-    for (weights, *state), (wanted, *wanted_state) in zip(
-        trained(one, model, optimizer, range(4, 6)), expected, strict=True
-    ):
-        assert_equal(weights, wanted)
-        assert state == wanted_state
+    assert_same_steps(trained(one, model, optimizer, range(4, 6)), expected)
 
 
 def test_a_precision_that_an_earlier_trainer_left_in_the_environment_is_named(accelerator, monkeypatch):

@@ -18,28 +18,14 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 32
 
 IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-DECODER = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    **IDS,
-)
+WORDS = dict(vocab_size=VOCABULARY, **IDS)
+TOWER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+DECODER = dict(max_position_embeddings=64, **TOWER, **WORDS)
 GROUPED = {**DECODER, "num_key_value_heads": 2}
-OLDER_DECODER = dict(vocab_size=VOCABULARY, n_layer=2, n_head=4, **IDS)
-ENCODER = dict(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=64,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+OLDER_DECODER = dict(n_layer=2, n_head=4, **WORDS)
+ENCODER = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TOWER)
 TEXT_ENCODER = {**ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
-ENCODER_DECODER = dict(
-    vocab_size=VOCABULARY,
+TWO_TOWERS = dict(
     d_model=32,
     encoder_layers=2,
     decoder_layers=2,
@@ -48,10 +34,8 @@ ENCODER_DECODER = dict(
     encoder_ffn_dim=64,
     decoder_ffn_dim=64,
     dropout=0.0,
-    decoder_start_token_id=1,
-    forced_eos_token_id=None,
-    **IDS,
 )
+ENCODER_DECODER = dict(decoder_start_token_id=1, forced_eos_token_id=None, **TWO_TOWERS, **WORDS)
 T5 = dict(
     vocab_size=VOCABULARY,
     d_model=32,
@@ -73,18 +57,16 @@ LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 DEBERTA = dict(relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm")
+NO_DROPOUT = (
+    "hidden_dropout",
+    "activation_dropout",
+    "attention_dropout",
+    "feat_proj_dropout",
+    "final_dropout",
+    "layerdrop",
+)
 WAV2VEC2 = dict(
     vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=64,
-    hidden_dropout=0.0,
-    activation_dropout=0.0,
-    attention_dropout=0.0,
-    feat_proj_dropout=0.0,
-    final_dropout=0.0,
-    layerdrop=0.0,
     apply_spec_augment=False,
     conv_dim=[16, 16],
     conv_stride=[5, 2],
@@ -92,43 +74,32 @@ WAV2VEC2 = dict(
     num_conv_pos_embeddings=4,
     num_conv_pos_embedding_groups=2,
     pad_token_id=0,
+    **dict.fromkeys(NO_DROPOUT, 0.0),
+    **TOWER,
 )
-CLIP_TOWER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 CLIP = dict(
     projection_dim=16,
-    text_config=dict(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=VOCABULARY - 1,
-        **CLIP_TOWER,
-    ),
-    vision_config=dict(image_size=16, patch_size=4, **CLIP_TOWER),
+    text_config={**TOWER, **WORDS, "max_position_embeddings": 16, "eos_token_id": VOCABULARY - 1},
+    vision_config=dict(image_size=16, patch_size=4, **TOWER),
 )
-DETR = dict(
-    use_timm_backbone=False,
-    use_pretrained_backbone=False,
-    backbone=None,
-    backbone_config=dict(
-        model_type="resnet",
-        embedding_size=16,
-        hidden_sizes=[16, 32],
-        depths=[1, 1],
-        layer_type="basic",
-        out_features=["stage2"],
-    ),
-    d_model=32,
-    num_queries=4,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    dropout=0.0,
-    num_labels=4,
+RESNET = dict(
+    model_type="resnet",
+    embedding_size=16,
+    hidden_sizes=[16, 32],
+    depths=[1, 1],
+    layer_type="basic",
+    out_features=["stage2"],
 )
+NO_BACKBONE = dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)
+DETR = {
+    **TWO_TOWERS,
+    **NO_BACKBONE,
+    "backbone_config": RESNET,
+    "num_queries": 4,
+    "num_labels": 4,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+}
 
 
 def counting(generator, length=16, starts=VOCABULARY - 3):
@@ -249,7 +220,7 @@ ARCHITECTURES = {
     "Phi": Architecture("PhiForCausalLM", DECODER, next_token),
     "Mamba": Architecture(
         "MambaForCausalLM",
-        dict(vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2, **IDS),
+        dict(hidden_size=32, state_size=4, num_hidden_layers=2, **WORDS),
         next_token,
     ),
     "BERT": Architecture("BertForMaskedLM", TEXT_ENCODER, padded_masked_tokens),

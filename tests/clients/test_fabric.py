@@ -1,12 +1,11 @@
 """Lightning Fabric with `AmpkitFabricPrecision`, judged by a loop written by hand with `scale_loss`."""
 
 import importlib.util
-import math
 
 import pytest
 import torch
-from helpers import backward, net_with_norm, random_batch
-from torch.nn import functional as F
+from by_hand import OPTIMIZERS, STEPS, assert_same_steps, loss_of, settings_of, spoiled_at, trained_by_hand, values
+from helpers import net_with_norm, random_batch
 
 import ampkit
 
@@ -23,54 +22,27 @@ def lightning():
     return lightning
 
 
-STEPS, SPOILED, CLIP = 6, 3, 0.1
-RULE = ampkit.DynamicLossScale(init_scale=256.0)
-
-
-def prepared(level):
-    model = net_with_norm()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    settings = {"loss_scale": RULE} if level != "O5" else {}
-    return ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
-
-
-def loss_of(model, step, level):
-    x, y = random_batch(seed=step)
-    return F.mse_loss(model(x).float(), y) * (math.inf if step == SPOILED and level != "O5" else 1.0)
-
-
-def trained_by_hand(level):
-    model, optimizer = prepared(level)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(loss_of(model, step, level), optimizer)
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), CLIP)
-        optimizer.step()
-    state = ampkit.state_dict()
-    ampkit.close()
-    return model.state_dict(), state
-
-
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_fabric_does_what_a_loop_does(level, lightning):
-    expected, state = trained_by_hand(level)
+    def clip(optimizer, norm):
+        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), norm)
+
+    spoiled = spoiled_at(level, 3)
+    expected = trained_by_hand(level, spoiled=spoiled, clip=0.1, clip_by=clip)
     precision = ampkit.integrations.fabric.AmpkitFabricPrecision()
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=precision)
-    bare, inner = prepared(level)
+    bare = net_with_norm()
+    bare, inner = ampkit.initialize(bare, OPTIMIZERS["AdamW"](bare.parameters()), **settings_of(level))
     model, optimizer = fabric.setup(bare, inner)
-    skipped = []
+    found = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        fabric.backward(loss_of(model, step, level))
-        fabric.clip_gradients(model, optimizer, max_norm=CLIP, error_if_nonfinite=False)
+        fabric.backward(loss_of(model, step, spoiled))
+        fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
         optimizer.step()
-        skipped.append(ampkit.step_was_skipped(inner))
-    assert ampkit.state_dict() == state and skipped == [step == SPOILED and level != "O5" for step in range(STEPS)]
-    ampkit.close()
-    found, start = bare.state_dict(), net_with_norm().state_dict()
-    assert all(
-        torch.equal(found[name], value) and not torch.equal(value, start[name]) for name, value in expected.items()
-    )
+        found.append((values(bare), ampkit.step_was_skipped(inner), ampkit.state_dict()))
+    assert_same_steps(found, expected)
+    assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(STEPS)]
 
 
 def test_fabric_without_a_session_and_the_trainers_plugin_are_refused(lightning):

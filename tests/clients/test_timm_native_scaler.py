@@ -1,33 +1,29 @@
 """The `NativeScaler` for timm's loop, judged by a loop with `scale_loss` and, for clipping, by timm's own in float32."""
 
-import math
-
 import pytest
 import torch
-from helpers import backward, initialize_quietly, net_with_norm, random_batch, saved_and_loaded
-from torch.nn import functional as F
+from by_hand import (
+    OPTIMIZERS,
+    STEPS,
+    assert_equal,
+    assert_same_steps,
+    loss_of,
+    settings_of,
+    spoiled_at,
+    trained_by_hand,
+    values,
+)
+from helpers import initialize_quietly, net_with_norm, saved_and_loaded
 
 import ampkit
 from ampkit.integrations.timm import NativeScaler
 
 timm_utils = pytest.importorskip("timm.utils", reason="`make clients` installs timm")
 
-RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
 
-
-def make_optimizer(params):
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def settings_of(level):
-    """O2 in float16, which the CPU's default is not."""
-    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
-    return settings.get(level, {})
-
-
-def loss_of(model, step, spoiled=None):
-    x, y = random_batch(seed=step)
-    return F.mse_loss(model(x).float(), y) * (math.inf if step == spoiled else 1.0)
+def prepared(level, make_optimizer=OPTIMIZERS["AdamW"], **model):
+    settings = settings_of(level)
+    return initialize_quietly(net_with_norm(**model), make_optimizer, settings.pop("opt_level"), **settings)
 
 
 def timms_step(scaler, model, optimizer, step, spoiled=None, **settings):
@@ -35,48 +31,29 @@ def timms_step(scaler, model, optimizer, step, spoiled=None, **settings):
     scaler(loss_of(model, step, spoiled), optimizer, parameters=model.parameters(), **settings)
 
 
-def weights_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_call_is_backward_clipping_and_step(level):
-    spoiled = 2 if level != "O5" else None
-    found, expected = [], []
-    for into in (found, expected):
-        model, optimizer = initialize_quietly(net_with_norm(), make_optimizer, level, **settings_of(level))
-        scaler = NativeScaler()
-        for step in range(6):
-            if into is found:
-                timms_step(scaler, model, optimizer, step, spoiled, clip_grad=0.1)
-            else:
-                optimizer.zero_grad()
-                backward(loss_of(model, step, spoiled), optimizer)
-                ampkit.clip_grad_norm_(optimizer, 0.1)
-                optimizer.step()
-            into.append((weights_of(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
-        ampkit.close()
-    for (weights, *state), (wanted, *wanted_state) in zip(found, expected, strict=True):
-        assert_equal(weights, wanted)
-        assert state == wanted_state
-    assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(6)]
+    spoiled, found = spoiled_at(level, 2), []
+    expected = trained_by_hand(level, spoiled=spoiled, clip=0.1)
+    (model, optimizer), scaler = prepared(level), NativeScaler()
+    for step in range(STEPS):
+        timms_step(scaler, model, optimizer, step, spoiled, clip_grad=0.1)
+        found.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+    assert_same_steps(found, expected)
+    assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(STEPS)]
     if spoiled is not None:  # half of it once, and growth after three clean ones
         assert [state["loss_scaler0"]["loss_scale"] for *_, state in found] == [256, 256, 128, 128, 128, 256]
 
 
 def test_micro_batches_add_up_in_float32():
-    model, optimizer = initialize_quietly(net_with_norm(), make_optimizer, "O2", **settings_of("O2"))
+    model, optimizer = prepared("O2")
     twin, scaler = net_with_norm(), NativeScaler()
-    before = weights_of(model)
+    before = values(model)
     for step in range(3):
         loss_of(twin, step).backward()
         scaler(loss_of(model, step), optimizer, need_update=step == 2)
         if step < 2:
-            assert_equal(weights_of(model), before)
+            assert_equal(values(model), before)
     for master, param in zip(ampkit.master_params(optimizer), twin.parameters(), strict=True):
         assert (master.grad - param.grad).abs().max() <= 0.01
 
@@ -89,9 +66,7 @@ def test_what_is_clipped_is_what_timm_clips_in_float32(level, mode):
     loss_of(twin, 0).backward()
     unclipped = [param.grad.clone() for param in twin.parameters()]
     timm_utils.dispatch_clip_grad(list(twin.parameters())[:-2], 0.01, mode=mode)
-    model, optimizer = initialize_quietly(
-        net_with_norm(), lambda params: torch.optim.SGD(params, lr=1.0), level, **settings_of(level)
-    )
+    model, optimizer = prepared(level, lambda params: torch.optim.SGD(params, lr=1.0))
     chosen = list(model.parameters())[:-2]
     NativeScaler()(loss_of(model, 0), optimizer, clip_grad=0.01, clip_mode=mode, parameters=chosen)
     after = ampkit.master_params(optimizer)
@@ -103,20 +78,20 @@ def test_what_is_clipped_is_what_timm_clips_in_float32(level, mode):
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_resumed_run_goes_on_bit_for_bit(level):
-    model, optimizer = initialize_quietly(net_with_norm(), make_optimizer, level, **settings_of(level))
-    scaler, spoiled = NativeScaler(), 1 if level != "O5" else None
+    model, optimizer = prepared(level)
+    scaler, spoiled = NativeScaler(), spoiled_at(level, 1)
     for step in range(4):
         timms_step(scaler, model, optimizer, step, spoiled)
     saved = saved_and_loaded([model.state_dict(), optimizer.state_dict(), {scaler.state_dict_key: scaler.state_dict()}])
-    again, optimizer_again = initialize_quietly(net_with_norm(seed=9), make_optimizer, level, **settings_of(level))
+    again, optimizer_again = prepared(level, seed=9)
     again.load_state_dict(saved[0])
     optimizer_again.load_state_dict(saved[1])
     scaler.load_state_dict(saved[2]["amp_scaler"])
     assert set(saved[2]["amp_scaler"]) == set(torch.amp.GradScaler("cpu").state_dict())
     timms_step(scaler, again, optimizer_again, 4, spoiled)
-    resumed = weights_of(again), scaler.state_dict()
-    model, optimizer = initialize_quietly(net_with_norm(), make_optimizer, level, **settings_of(level))
+    resumed = values(again), scaler.state_dict()
+    model, optimizer = prepared(level)
     for step in range(5):
         timms_step(scaler, model, optimizer, step, spoiled)
-    assert_equal(resumed[0], weights_of(model))
+    assert_equal(resumed[0], values(model))
     assert resumed[1] == scaler.state_dict()

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import backward, net_with_norm, random_batch
+from by_hand import STEPS, assert_equal, settings_of, spoiled_at, trained_by_hand, values
+from helpers import net_with_norm, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,14 +21,7 @@ from ampkit.integrations.transformers import AmpkitMixin
 transformers = pytest.importorskip("transformers", reason="`make clients` installs transformers")
 pytest.importorskip("accelerate", reason="`make clients` installs accelerate")
 
-RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
-ROWS, STEPS = 4, 6
-
-
-def settings_of(level):
-    """O2 in float16, which the CPU's default is not."""
-    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
-    return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
+ROWS = 4
 
 
 class WithLoss(nn.Module):
@@ -72,34 +66,24 @@ def trainer(folder, level, model=None, spoiled=None, **arguments):
     return made
 
 
-def trained_by_hand(level, twin, spoiled=None, accumulate=1):
-    """With the optimizer that a Trainer makes; (weights, state of the loss scale)."""
-    model, optimizer = ampkit.initialize(twin.model, twin.create_optimizer(), **settings_of(level))
-    data = rows(spoiled)
-    for step in range(STEPS):
-        batch = data[step * ROWS : (step + 1) * ROWS]
-        batch = {name: torch.stack([row[name] for row in batch]) for name in ("x", "labels")}
-        last = step % accumulate == accumulate - 1
-        backward(model(**batch)["loss"] / accumulate, optimizer, delay_unscale=not last)
-        if last:
-            ampkit.clip_grad_norm_(optimizer, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    found = {name: value.clone() for name, value in model.state_dict().items()}, ampkit.state_dict()
-    ampkit.close()
-    return found
+def by_hand(level, twin, spoiled=None, accumulate=1):
+    """With the model and the optimizer of a Trainer; (weights, state of the loss scale)."""
 
+    def loss_of(model, step, spoiled):
+        batch = rows(spoiled)[step * ROWS : (step + 1) * ROWS]
+        return model(**transformers.default_data_collator(batch))["loss"]
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    settings = dict(clip=0.1, delays=True, model=twin.model, loss_of=loss_of)
+    weights, _, state = trained_by_hand(level, twin.create_optimizer(), spoiled, accumulate, **settings)[-1]
+    return weights, state
 
 
 @pytest.mark.parametrize("accumulate", (1, 3))
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
-    spoiled = 2 if level != "O5" else None
+    spoiled = spoiled_at(level, 2)
     plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
-    expected, state = trained_by_hand(level, plain, spoiled, accumulate)
+    expected, state = by_hand(level, plain, spoiled, accumulate)
     one = trainer(tmp_path, level, None, spoiled, gradient_accumulation_steps=accumulate, max_steps=STEPS // accumulate)
     one.train()
     assert_equal(one.model.state_dict(), expected)
@@ -115,11 +99,10 @@ def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
 @pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, tmp_path):
-    spoiled = 1 if level != "O5" else None
+    spoiled = spoiled_at(level, 1)
     whole = trainer(tmp_path / "whole", level, WithLoss().to(born_in), spoiled, save_strategy="steps", save_steps=4)
     whole.train()
-    expected, state = whole.model.state_dict(), ampkit.state_dict()
-    expected = {name: value.clone() for name, value in expected.items()}
+    expected, state = values(whole.model), ampkit.state_dict()
     ampkit.close()
     again = trainer(tmp_path / "again", level, WithLoss(seed=9).to(born_in), spoiled)
     again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-4")
@@ -148,7 +131,7 @@ def test_what_is_saved_is_float32(tmp_path):
     one.train()
     assert model.bert.encoder.layer[0].output.dense.weight.dtype is torch.float16
     one.save_model(tmp_path / "saved")
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = values(model)
     ampkit.close()
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "saved")
     assert {param.dtype for param in loaded.parameters()} == {torch.float32}  # in 5 that of config.json
@@ -178,7 +161,7 @@ def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
     ampkit.apex.install()
     try:
         arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01, optim=optim)
-        expected, _ = trained_by_hand("O2", transformers.Trainer(WithLoss(), arguments))
+        expected, _ = by_hand("O2", transformers.Trainer(WithLoss(), arguments))
         one = trainer(tmp_path, "O2", optim=optim)
         one.train()
     finally:
@@ -189,7 +172,7 @@ def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
 @pytest.mark.parametrize("left", ("bf16", "fp16"))
 def test_what_an_earlier_trainer_left_in_the_environment_is_not_meant(left, tmp_path, monkeypatch, caplog):
     plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
-    expected, _ = trained_by_hand("O1", plain)
+    expected, _ = by_hand("O1", plain)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", left)
     one = trainer(tmp_path, "O1")
     assert f"ACCELERATE_MIXED_PRECISION={left} stands in the environment" in caplog.text

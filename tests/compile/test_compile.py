@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday.networks import Transformer
-from helpers import STORED_BF16, ResNet, at, o1, others_slow
+from helpers import STORED_BF16, ResNet, at, iterate, o1, others_slow
 from torch import nn
 
 import ampkit
@@ -134,8 +134,10 @@ def gradient_of_a_step(forward, optimizer, inputs, targets):
     return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [*((name, level) for name in MODELS for level in LEVELS), *(("mlp", level) for level in ("O0", "O3", "O4"))],
+)
 def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
     graphs = Graphs()
     with what_the_plain_model_needs(name):
@@ -151,24 +153,8 @@ def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
     assert graphs.count == 1
     assert compiled_dtype is dtype
     # Roundings may fall elsewhere, and no more of them: lower precision costs as much as it does uncompiled.
-    assert (compiled - eager).norm() <= (eager - exact).norm()
-
-
-@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O3", torch.float32), ("O4", torch.bfloat16)])
-def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(level, dtype):
-    dtypes, losses = train_eagerly(make_mlp, level)
-    model, *rest = initialized(make_mlp, level)
-    graphs = Graphs()
-    compiled_dtypes, compiled_losses = train_forward(torch.compile(model, fullgraph=True, backend=graphs), *rest)
-    assert graphs.count == 1
-    assert compiled_dtypes == dtypes == [dtype] * 3
-    if level == "O0":
-        ampkit.close()
-        plain, *rest = initialized(make_mlp, None)
-        plain = torch.compile(plain, fullgraph=True, backend="aot_eager")
-        assert compiled_losses == train_forward(plain, *rest)[1]
-    assert compiled_losses == pytest.approx(losses, rel=4e-3)
-    assert len(set(compiled_losses)) == 3  # the weights moved
+    assert (compiled - eager).norm() <= (eager - exact).norm() + 1e-6 * exact.norm()
+    assert (dtype is torch.bfloat16) == (level in ("O1", "O4", "O5"))
 
 
 @pytest.mark.parametrize("level", others_slow("O1", of=("O1", "O2", "O5")))
@@ -304,10 +290,12 @@ def compiled_function(model):
 HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("compiled", "given"), [*((how, "the model") for how in HOW), (compiled_module, "what is compiled")]
+)
 @pytest.mark.parametrize("called_before", others_slow(True, of=[False, True]))
-@pytest.mark.parametrize("compiled", HOW)
-def test_compiled_before_initialize_is_as_compiled_after(compiled, called_before, level):
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_before_initialize_is_as_compiled_after(level, called_before, compiled, given):
     want = train_eagerly(make_mlp, level)
     torch.manual_seed(0)
     model, inputs, targets = make_mlp()
@@ -316,20 +304,9 @@ def test_compiled_before_initialize_is_as_compiled_after(compiled, called_before
         with torch.no_grad():
             assert forward(inputs).dtype is torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    dtypes, losses = train_forward(forward, optimizer, inputs, targets)
-    assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_initialize_takes_a_compiled_model_and_returns_it(level):
-    want = train_eagerly(make_mlp, level)
-    torch.manual_seed(0)
-    model, inputs, targets = make_mlp()
-    forward = compiled_module(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    returned, optimizer = ampkit.initialize(forward, optimizer, opt_level=level, verbosity=0)
-    assert returned is forward
+    initialized_one = model if given == "the model" else forward
+    returned, _ = ampkit.initialize(initialized_one, optimizer, opt_level=level, verbosity=0)
+    assert returned is initialized_one
     dtypes, losses = train_forward(forward, optimizer, inputs, targets)
     assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
 
@@ -353,52 +330,20 @@ def test_float32_gradients_of_float16_weights_wait_while_dynamo_traces():
 
 
 @pytest.mark.switch
-@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+@pytest.mark.parametrize("level", LEVELS)
 def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
+    def trained(loss_of):
+        model, optimizer, inputs, targets = initialized(make_mlp, level)
+        found = [iterate(lambda: loss_of(model, inputs, targets), optimizer) for _ in range(3)]
+        assert loss_of(model, inputs, targets).dtype is torch.float32
+        ampkit.close()
+        return found
+
     def loss_of(model, inputs, targets):
         return F.cross_entropy(model(inputs), targets)
 
-    losses = {}
-    for way, function in (
-        ("eager", loss_of),
-        ("compiled", torch.compile(loss_of, fullgraph=True, backend="aot_eager")),
-    ):
-        model, optimizer, inputs, targets = initialized(make_mlp, level)
-        losses[way] = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = function(model, inputs, targets)
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            losses[way].append(loss.item())
-        assert loss.dtype is torch.float32
-        ampkit.close()
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
-
-
-@pytest.mark.parametrize(("level", "part"), [("O1", "step"), ("O2", "step"), ("O2", "iteration")])
-def test_step_of_the_optimizer_may_be_in_compiled_code(level, part):
-    losses = {}
-    for way in ("eager", "compiled"):
-        model, optimizer, inputs, targets = initialized(make_mlp, level)
-        step = optimizer.step
-        if part == "step" and way == "compiled":
-            step = torch.compile(lambda own=step: own(), backend="aot_eager")
-
-        def iteration(model=model, optimizer=optimizer, step=step, inputs=inputs, targets=targets):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), targets)
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            step()
-            return loss
-
-        if part == "iteration" and way == "compiled":
-            iteration = torch.compile(iteration, backend="aot_eager")
-        losses[way] = [iteration().item() for _ in range(3)]
-        ampkit.close()
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    assert trained(compiled) == pytest.approx(trained(loss_of), rel=4e-3)
 
 
 class Affine(nn.Module):
@@ -421,7 +366,11 @@ ONE_PASS = {
 @pytest.mark.parametrize("name", ONE_PASS)
 @pytest.mark.parametrize(
     ("level", "part"),
-    [*((level, part) for level in ("O2", STORED_BF16, "O5") for part in ("model", "step")), ("O2", "iteration")],
+    [
+        *((level, part) for level in ("O2", STORED_BF16, "O5") for part in ("model", "step")),
+        ("O1", "step"),
+        ("O2", "iteration"),
+    ],
 )
 def test_one_pass_steps_beside_compiled_code_are_those_of_float64(level, part, name, monkeypatch):
     def copies(*_):
@@ -488,40 +437,6 @@ def test_after_close_compiled_code_computes_in_float32(compiled, level):
     plain = MLP()
     plain.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()})
     torch.testing.assert_close(forward(inputs), plain(inputs))
-
-
-class Functions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return F.linear(x, self.weight)
-
-
-class Operators(nn.Module):
-    """Casts that dynamo leaves to methods and operators of Tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return (x @ self.weight).mm(self.weight)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("make_model", [Functions, Operators])
-def test_disable_casts_and_its_end_reach_compiled_code(make_model, backend):
-    model = ampkit.initialize(make_model(), opt_level="O1", verbosity=0)
-    forward = torch.compile(model, fullgraph=True, backend=backend)
-    x = torch.randn(2, 8)
-    assert forward(x).dtype is torch.bfloat16
-    with ampkit.disable_casts():
-        assert forward(x).dtype is torch.float32
-    assert forward(x).dtype is torch.bfloat16
-    ampkit.close()
-    assert forward(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", None], ids=["O1", "O2", "casts without a model"])
@@ -602,58 +517,35 @@ def test_changed_dtype_is_refused_by_name_when_compiled():
         forward(x)
 
 
-def test_compiled_model_at_o2_is_not_cast_by_an_o1_session():
-    first = ampkit.initialize(MLP(), opt_level="O1", verbosity=0)
-    second = nn.Sequential(nn.Linear(16, 16), nn.Softmax(dim=-1))  # at O1 softmax would be float32
-    second = ampkit.initialize(second, opt_level="O3", cast_model_outputs=torch.bfloat16, verbosity=0)
-    x = torch.randn(2, 16)
-    assert torch.equal(compiled_module(second)(x), second(x))
-    assert compiled_module(first)(x).dtype is torch.bfloat16
-
-
-def test_code_compiled_in_an_optimizers_step_is_tagged_as_uncast(monkeypatch):
-    tags = []
-    before = torch.compiler.config.cache_key_tag
-    monkeypatch.setattr(
-        torch._TorchCompileInductorWrapper, "__call__", lambda *_: tags.append(torch.compiler.config.cache_key_tag)
-    )
-
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure=None):
-            torch._TorchCompileInductorWrapper.__call__(None, None, ())
-            return super().step(closure)
-
-    model = MLP()
-    model, optimizer = ampkit.initialize(model, Optimizer(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-    torch._TorchCompileInductorWrapper.__call__(None, None, ())
-    with ampkit.scale_loss(model(torch.randn(2, 16)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    torch._TorchCompileInductorWrapper.__call__(None, None, ())
-    assert tags[0] == tags[2] != before
-    assert tags[1] == before
-
-
 def test_code_on_disk_is_kept_apart_by_what_is_cast(monkeypatch):
     monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda *_: torch.compiler.config.cache_key_tag)
 
     def tag():
         return torch._TorchCompileInductorWrapper.__call__(None, None, ())
 
-    tags = [tag()]
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            tags_in_steps.append(tag())
+            return super().step(closure)
+
+    tags, tags_in_steps = [tag()], []
     for settings in (
         {"opt_level": "O1"},
         {"opt_level": "O1", "patch_torch_functions_type": torch.float16},
         {"opt_level": "O1", "policy": "apex"},
     ):
-        model = ampkit.initialize(MLP(), verbosity=0, **settings)
+        model = MLP()
+        optimizer = Optimizer(model.parameters(), lr=0.1)
+        ampkit.initialize(model, optimizer, loss_scale=1.0, verbosity=0, **settings)
         tags.append(tag())
         with ampkit.disable_casts():
             assert tag() == tags[0]
-        del model
+        iterate(lambda: model(torch.randn(2, 16)).float().sum(), optimizer)  # noqa: B023
+        assert tag() == tags[-1]
         ampkit.close()
         assert tag() == tags[0]
     assert len(set(tags)) == 4
+    assert tags_in_steps == 3 * tags[:1]  # where nothing is cast
 
 
 # -- copies, containers
@@ -747,7 +639,7 @@ def test_traced_model_computes_as_the_model(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_script_of_an_initialized_model_says_what_to_do(level):
-    model = ampkit.initialize(Functions(), opt_level=level, verbosity=0)
+    model = ampkit.initialize(nn.Linear(8, 8), opt_level=level, verbosity=0)
     with pytest.raises(ConfigurationError, match=r"torch\.export\.export"):
         torch.jit.script(nn.Sequential(model))
     ampkit.close()

@@ -19,7 +19,7 @@ def test_the_page_is_made_of_the_results():
 
 def test_every_promise_was_attacked_and_none_was_broken():
     assert set(make.GROUPS) == set(GROUPS)
-    promises = [promise.name for module in GROUPS.values() for promise in module.PROMISES]
+    promises = [promise.name for promises in GROUPS.values() for promise in promises]
     assert [row["name"] for row in RESULTS["rows"]] == promises
     for row in RESULTS["rows"]:
         assert row["attacks"] > 0 and row["violations"] == [], row["name"]

@@ -89,6 +89,17 @@ def mlp(*sizes, act=nn.Tanh, seed=0):
     return nn.Sequential(*layers[:-1])
 
 
+def learn(run, models, optimizer, loss_of, times=8, of=None, **settings):
+    """The loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of all weights or one model's."""
+    models = models if isinstance(models, list) else [models]
+    way, losses = way_of(*models) if of is None else way_of(of), []
+    run.begin(models, optimizer, **settings)
+    for index in range(times):
+        losses.append(loss_of(index))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
 def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
     """A model with a large matrix, its optimizer, inputs and targets."""
     model = mlp(64, 96, 2)
@@ -139,9 +150,4 @@ def some_tokens(*shape, seed=7, tokens=64):
 
 def learned_by(run, make, times=12, **settings):
     model, optimizer, x, y = regression(make=make, **settings)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(times):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, lambda _: run.error(model, x, y), times)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, Writer, flat, mlp, noise_of, regression, script, some_tokens, way_of
+from . import ALL, Writer, flat, learn, mlp, noise_of, regression, script, some_tokens, way_of
 
 # -- several models that play against each other
 
@@ -53,6 +53,41 @@ def critic_frozen_after_its_forward(run):
         for optimizer in (of_critic, of_generator):
             optimizer.step()
             optimizer.zero_grad()
+    return {"losses": losses, "weights": way()}
+
+
+class Painter(nn.Module):
+    """Returns its picture and the latent behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mapping, self.painter = mlp(16, 64, 96), mlp(96, 64, 64, seed=1)
+
+    def forward(self, noise):
+        style = self.mapping(noise)
+        return self.painter(style), style
+
+
+@script(ALL)
+def gan_with_path_length(run):
+    generator, critic = Painter(), mlp(64, 96, 1, seed=2)
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, critic))
+    way, noise, losses, mean = way_of(generator, critic), noise_of(3), [], 0.0
+    run.begin([generator, critic], [of_generator, of_critic])
+    for _ in range(5):
+        with run.casts():
+            picture, _ = generator(noise(24, 16))
+            of_real, of_fake = critic(noise(24, 64).sin()).float(), critic(picture.detach()).float()
+        losses.append((F.softplus(-of_real) + F.softplus(of_fake)).mean())
+        run.learn(losses[-1], of_critic)
+        with run.casts():
+            picture, style = generator(noise(24, 16))
+            of_fake = critic(picture).float()
+        (slope,) = torch.autograd.grad((picture * noise(24, 64)).sum(), style, create_graph=True)
+        lengths = slope.float().square().sum(1).sqrt()
+        mean = mean + 0.1 * (lengths.mean().detach() - mean)
+        losses.append(F.softplus(-of_fake).mean() + (lengths - mean).square().mean())
+        run.learn(losses[-1], of_generator)
     return {"losses": losses, "weights": way()}
 
 
@@ -145,11 +180,9 @@ def tasks(count, seed=5):
 @script()
 def maml(run):
     model, optimizer, _, _ = regression(make=torch.optim.Adam, lr=2e-3)
-    way, losses = way_of(model), []
-    tasks_of = [list(tasks(2, seed)) for seed in range(4)]
-    run.begin(model, optimizer)
-    for batch in tasks_of:
-        total = 0.0
+
+    def loss_of(index):
+        total, batch = 0.0, list(tasks(2, index))
         for x, other_x, y, other_y in batch:
             fast = dict(model.named_parameters())
             for _ in range(2):
@@ -160,9 +193,9 @@ def maml(run):
             with run.casts():
                 output = torch.func.functional_call(model, fast, (other_x,))
             total = total + F.mse_loss(output.float(), other_y) / len(batch)
-        losses.append(total)
-        run.learn(total, optimizer)
-    return {"losses": losses, "weights": way()}
+        return total
+
+    return learn(run, model, optimizer, loss_of, times=4)
 
 
 # -- language models that are taught preferences, and reinforcement
@@ -173,21 +206,20 @@ def dpo_with_a_frozen_copy(run):
     policy = Writer()
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    chosen, rejected, way, losses = some_tokens(8, 12), some_tokens(8, 12, seed=8), way_of(policy), []
-    run.begin([policy, reference], optimizer)
+    chosen, rejected = some_tokens(8, 12), some_tokens(8, 12, seed=8)
 
     def log_probability(model, tokens):
         with run.casts():
             scores = model(tokens[:, :-1])
         return scores.float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).sum((1, 2))
 
-    for _ in range(6):
+    def loss_of(_):
         with torch.no_grad():
             before = log_probability(reference, chosen) - log_probability(reference, rejected)
         margin = log_probability(policy, chosen) - log_probability(policy, rejected) - before
-        losses.append(-F.logsigmoid(0.5 * margin).mean())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        return -F.logsigmoid(0.5 * margin).mean()
+
+    return learn(run, [policy, reference], optimizer, loss_of, times=6, of=policy)
 
 
 class ActorCritic(nn.Module):
@@ -235,24 +267,19 @@ def ppo(run):
 
 
 @script(ALL)
-def dqn_with_a_target_network(run):
-    network = mlp(8, 64, 96, 4, act=nn.ReLU)
-    target = copy.deepcopy(network).requires_grad_(False)
-    optimizer = torch.optim.RMSprop(network.parameters(), lr=5e-4)
-    way, losses = way_of(network), []
-    run.begin(network, optimizer)
-    for index in range(9):
-        states, acts, rewards = some_steps(32, seed=index)
-        following = some_steps(32, seed=index + 50)[0]
-        with torch.no_grad(), run.casts():
-            goal = rewards + 0.9 * target(following).float().amax(1)
-        with run.casts():
-            values = network(states).float().gather(1, acts[:, None]).squeeze(1)
-        losses.append(F.smooth_l1_loss(values, goal))
-        run.learn(losses[-1], optimizer)
-        if index % 3 == 2:
-            target.load_state_dict(network.state_dict())
-    return {"losses": losses, "weights": way()}
+def reinforce_over_many_forwards(run):
+    policy = mlp(8, 64, 96, 4, act=nn.ReLU)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.02)
+
+    def loss_of(episode):
+        terms = []
+        for state, act, gain in zip(*some_steps(60, seed=episode)):
+            with run.casts():
+                scores = policy(state[None])
+            terms.append(-scores.float().log_softmax(-1)[0, act] * gain)
+        return torch.stack(terms).mean()
+
+    return learn(run, policy, optimizer, loss_of, times=2)
 
 
 # -- pairs of views
@@ -288,3 +315,20 @@ def moco_with_a_queue(run):
         run.learn(losses[-1], optimizer)
         queue = torch.cat([queue[:, len(k) :], k.T], 1)
     return {"losses": losses, "weights": way(), "averages": of_average(), "queue": [queue]}
+
+
+@script(ALL)
+def simclr(run):
+    encoder, head = mlp(64, 96, 64), mlp(64, 64, 32, seed=1)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
+    views = list(two_views(6))
+
+    def loss_of(index):
+        with run.casts():
+            z = F.normalize(head(encoder(torch.cat(views[index])).relu()).float(), dim=1)
+            scores = (z @ z.T).float() / 0.5
+        count = len(z) // 2
+        scores = scores.masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e4)
+        return F.cross_entropy(scores, torch.arange(2 * count).roll(count))
+
+    return learn(run, [encoder, head], optimizer, loss_of, len(views))

@@ -3,15 +3,31 @@
 import contextlib
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn import functional as F
 
 import ampkit
 
-from . import ALL, learned_by, mlp, regression, script, stepped, way_of
+from . import ALL, learn, learned_by, mlp, regression, script, stepped, way_of
 
 # -- what scripts make of gradients
+
+
+@script()
+def running_average_of_gradients(run):
+    model, optimizer, x, y = regression(lr=0.02)
+    run.begin(model, optimizer)
+    average = None
+    for _ in range(80):
+        gradients = run.gradients(run.error(model, x, y), model, optimizer)
+        if average is None:
+            average = [gradient.clone() for gradient in gradients]
+        for mean, p in zip(average, model.parameters()):
+            mean.mul_(0.999).add_(p.grad, alpha=0.001)
+        optimizer.step()
+    return {"averages": average}
 
 
 @script()
@@ -44,6 +60,22 @@ def svrg(run):
                 p.grad.data.sub_(old.grad.data).add_(mean)
             optimizer.step()
     return {"losses": losses, "weights": way()}
+
+
+@script()
+def momentum_by_hand(run):
+    model, _, x, y = regression()
+    way, losses, velocity = way_of(model), [], {}
+    run.begin(model)
+    for _ in range(15):
+        model.zero_grad()
+        losses.append(run.error(model, x, y))
+        losses[-1].backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                velocity[name] = 0.9 * velocity.get(name, 0.0) + p.grad
+                p -= 0.02 * velocity[name]
+    return {"losses": losses, "weights": way(), "velocity": velocity.values()}
 
 
 class Centred(torch.optim.Optimizer):
@@ -91,6 +123,44 @@ def subclass_that_adds_to_the_step(run):
 
 
 @script()
+def hooks_before_and_after_the_step(run):
+    model, optimizer, x, y = regression()
+    average, norms = {}, []
+
+    def before(optimizer, args, kwargs):
+        for p in model.parameters():
+            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
+            p.grad.mul_(0.9)
+
+    def after(optimizer, args, kwargs):
+        norms.append(torch.stack([p.grad.square().sum() for p in model.parameters()]).sum())
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times=15)
+    return found | {"averages": average.values(), "norms": norms}
+
+
+@script()
+def closure_that_looks_at_gradients(run):
+    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
+    way, average = way_of(model), {}
+    run.begin(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = run.error(model, x, y)
+        run.backward(loss, optimizer)
+        for p in model.parameters():
+            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
+            p.grad.add_(average[p], alpha=2.0)
+        return loss
+
+    losses = [optimizer.step(closure) for _ in range(12)]
+    return {"losses": losses, "weights": way(), "averages": average.values()}
+
+
+@script()
 def lbfgs(run):
     model, _, x, y = regression()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4)
@@ -108,20 +178,6 @@ def lbfgs(run):
 
 
 # -- gradients in buckets, and of other models
-
-
-@script()
-def flat_buckets(run):
-    def edit(model):
-        bucket = torch.cat([p.grad.view(-1) for p in model.parameters()])
-        bucket /= bucket.norm().clamp(min=0.2)
-        begin = 0
-        for p in model.parameters():
-            p.grad.copy_(bucket[begin : begin + p.numel()].view_as(p))
-            begin += p.numel()
-        return [bucket]
-
-    return stepped(run, edit)
 
 
 def in_one_buffer(run, backward):
@@ -152,6 +208,22 @@ def gradients_in_one_buffer(run):
 @script()
 def gradients_in_one_buffer_without_blocks(run):
     return in_one_buffer(run, lambda loss, optimizer: loss.backward())
+
+
+@script()
+def coalesced_as_for_all_reduce(run):
+    def edit(model):
+        buckets = {}
+        for p in model.parameters():
+            buckets.setdefault(p.grad.type(), []).append(p.grad.data)
+        for grads in buckets.values():
+            coalesced = torch._utils._flatten_dense_tensors(grads)
+            coalesced /= 3
+            for grad, reduced in zip(grads, torch._utils._unflatten_dense_tensors(coalesced, grads)):
+                grad.copy_(reduced)
+        return [len(buckets)]
+
+    return stepped(run, edit)
 
 
 def handed_over(run, hand_over, set_to_none=True):
@@ -199,6 +271,28 @@ def gradients_shared_once(run):
 
 
 @script()
+def gradients_given_to_a_deep_copy(run):
+    """A look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
+    model, optimizer, x, y = regression()
+    way, losses = way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(6):
+        losses.append(run.error(model, x, y))
+        run.gradients(losses[-1], model, optimizer)
+        ahead = copy.deepcopy(model)
+        for theirs, mine in zip(ahead.parameters(), model.parameters()):
+            theirs.grad = copy.deepcopy(mine.grad)
+        torch.optim.SGD(ahead.parameters(), lr=0.2).step()
+        ahead.zero_grad()
+        losses.append(run.error(ahead, x, y))
+        losses[-1].backward()
+        for theirs, mine in zip(ahead.parameters(), model.parameters()):
+            mine.grad.add_(theirs.grad).div_(2)
+        optimizer.step()
+    return {"losses": losses, "weights": way()}
+
+
+@script()
 def layers_frozen_by_turns(run):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses, seen = way_of(model), [], []
@@ -238,6 +332,22 @@ def head_replaced_on_the_way(run):
 
 
 @script()
+def gradients_one_step_late(run):
+    model, optimizer, x, y = regression(lr=0.05)
+    way, losses, late = way_of(model), [], None
+    run.begin(model, optimizer)
+    for _ in range(8):
+        losses.append(run.error(model, x, y))
+        fresh = run.gradients(losses[-1], model, optimizer)
+        if late is not None:
+            for p, grad in zip(model.parameters(), late):
+                p.grad = grad
+            optimizer.step()
+        late = fresh
+    return {"losses": losses, "weights": way()}
+
+
+@script()
 def gradients_in_lists(run):
     def edit(model):
         grads = [p.grad for p in model.parameters()]
@@ -272,11 +382,6 @@ class Projected(torch.optim.Optimizer):
                     state["step"] += 1
                     grad = state["basis"] @ state["mean"]
                 p.add_(grad, alpha=-group["lr"])
-
-
-@script()
-def galore_as_a_class(run):
-    return learned_by(run, Projected, times=8, rows=96)
 
 
 @script()
@@ -335,6 +440,21 @@ def clipping_by_value(run):
     return clipped(run, clip)
 
 
+@script(("O4", "O5"))
+def clipping_inside_of_the_block(run):
+    model, optimizer, x, y = regression(momentum=0.9, lr=0.1)
+    way, losses, norms = way_of(model), [], []
+    run.begin(model, optimizer)
+    for _ in range(8):
+        losses.append(run.error(model, x, y))
+        optimizer.zero_grad()
+        with run.block(losses[-1], optimizer) as scaled:
+            scaled.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+    return {"losses": losses, "weights": way(), "norms": norms}
+
+
 # -- gradients of samples
 
 
@@ -365,19 +485,25 @@ def private_sgd_by_vmap(run):
 
 
 @script()
+def gradients_read_by_numpy_in_another_thread(run):
+    def edit(model):
+        with ThreadPoolExecutor(1) as pool:
+            return list(pool.map(lambda p: (p.grad.numpy() ** 2).sum(), model.parameters()))
+
+    return stepped(run, edit)
+
+
+@script()
 def gradients_read_by_four_threads_at_once(run):
     def edit(model):
-        norms = [None] * 4
+        start = threading.Barrier(4)
 
-        def look(index):
-            norms[index] = sum((p.grad**2).sum() for p in model.parameters())
+        def look(_):
+            start.wait()
+            return sum((p.grad**2).sum() for p in model.parameters())
 
-        threads = [threading.Thread(target=look, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return norms
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(look, range(4)))
 
     return stepped(run, edit)
 
@@ -393,7 +519,15 @@ def views_of_gradients_by_numpy(run):
 
 
 @script()
-def log_of_squares_in_inference_mode(run):
+def views_of_gradients_by_dlpack(run):
+    def edit(model):
+        for p in model.parameters():
+            torch.from_dlpack(p.grad).mul_(0.5)
+
+    return stepped(run, edit)
+
+
+def logged(run, mode=contextlib.nullcontext, every=1):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses, log = way_of(model), [], []
     run.begin(model, optimizer)
@@ -401,12 +535,27 @@ def log_of_squares_in_inference_mode(run):
         for part in zip(x.split(16), y.split(16)):
             losses.append(run.error(model, *part))
             run.backward(losses[-1], optimizer)
-            if index % 3 == 0:
-                with torch.inference_mode():
+            if index % every == 0:
+                with mode():
                     log.append(sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=index % 2 == 0)
     return {"losses": losses, "weights": way(), "log": log}
+
+
+@script()
+def log_of_squares(run):
+    return logged(run)
+
+
+@script()
+def log_of_squares_now_and_then(run):
+    return logged(run, every=3)
+
+
+@script()
+def log_of_squares_in_inference_mode(run):
+    return logged(run, torch.inference_mode, every=3)
 
 
 @script()

@@ -3,12 +3,13 @@
 import functools
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, flat, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, flat, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- loops that write weights between two forwards
 
@@ -36,6 +37,19 @@ def sam(run):
     return {"losses": losses, "weights": way()}
 
 
+@script()
+def sgld(run):
+    model, optimizer, x, y = regression(lr=0.05)
+    way, noise, losses = way_of(model), noise_of(19), []
+    run.begin(model, optimizer)
+    for _ in range(10):
+        losses.append(run.error(model, x, y))
+        run.learn(losses[-1], optimizer)
+        for p in model.parameters():
+            p.data.add_(noise(*p.shape), alpha=3e-4)
+    return {"losses": losses, "weights": way()}
+
+
 class Adapted(nn.Module):
     """Low-rank adapters over a frozen layer."""
 
@@ -55,12 +69,7 @@ def low_rank_adapters_over_a_frozen_base(run):
     model = nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in base))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     _, _, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
 
 
 class Climbing(torch.optim.Optimizer):
@@ -132,27 +141,32 @@ def product_of_hessian_and_vector(run):
 
 
 @script()
-def gradnorm_of_two_tasks(run):
+def product_of_hessian_and_vector_by_backward(run):
+    """As `hutchinson` estimates do: backward with a graph, then of the gradients."""
+    model, _, x, y = regression()
+    run.begin(model)
+    params = list(model.parameters())
+    run.error(model, x, y).backward(create_graph=True)
+    slopes = [p.grad for p in params]
+    vector = [noise_of(30)(*p.shape).sign() for p in params]
+    found = torch.autograd.grad(slopes, params, grad_outputs=vector)
+    first = flat(slopes)
+    for p in params:
+        p.grad = None
+    return {"gradients": [first], "products": found}
+
+
+@script()
+def gradients_of_autograd_grad_assigned(run):
     model, optimizer, x, y = regression()
-    shares = nn.Parameter(torch.ones(2))
-    of_shares = torch.optim.SGD([shares], lr=0.05)
     way, losses = way_of(model), []
     run.begin(model, optimizer)
-    for _ in range(6):
-        with run.casts():
-            output = model(x)
-        tasks = torch.stack([F.mse_loss(output[:, index].float(), 3 * index + y[:, index]) for index in range(2)])
-        norms = torch.stack(
-            [
-                torch.autograd.grad(share * task, model[0].weight, retain_graph=True, create_graph=True)[0].norm()
-                for share, task in zip(shares, tasks)
-            ]
-        )
-        (shares.grad,) = torch.autograd.grad((norms - norms.mean().detach()).abs().sum(), shares, retain_graph=True)
-        losses += [tasks, norms]
-        run.learn((shares.detach() * tasks).sum(), optimizer)
-        of_shares.step()
-    return {"losses": losses, "weights": way(), "shares": [shares]}
+    for _ in range(8):
+        losses.append(run.error(model, x, y))
+        for p, slope in zip(model.parameters(), torch.autograd.grad(losses[-1], list(model.parameters()))):
+            p.grad = slope
+        optimizer.step()
+    return {"losses": losses, "weights": way()}
 
 
 def two_losses(run, model, x, y):
@@ -190,21 +204,42 @@ def one_graph_goes_backward_twice(run):
 
 
 @script()
-def alias_kept_over_a_second_block(run):
+def one_loss_goes_backward_twice(run):
+    model, optimizer, x, y = regression(lr=0.05)
+    run.begin(model, optimizer)
+    loss = run.error(model, x, y)
+    optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    twice = flat(p.grad for p in model.parameters())
+    loss.backward()
+    return {"twice": [twice], "thrice": [p.grad for p in model.parameters()]}
+
+
+def kept_alias(run, backward):
     """Who keeps ``p.grad`` sees what the next backward passes add."""
     model, optimizer, x, y = regression(lr=0.05)
     run.begin(model, optimizer)
     parts = list(zip(x.split(8), y.split(8)))
-    run.backward(run.error(model, *parts[0]), optimizer)
+    backward(run.error(model, *parts[0]), optimizer)
     aliases = [p.grad for p in model.parameters()]
     first = flat(aliases)
     for part in parts[1:]:
-        run.backward(run.error(model, *part), optimizer)
+        backward(run.error(model, *part), optimizer)
     return {"first": [first], "aliases": aliases, "gradients": [p.grad for p in model.parameters()]}
 
 
 @script()
-def penalty_in_the_third_micro_batch(run):
+def alias_kept_over_a_second_backward(run):
+    return kept_alias(run, lambda loss, optimizer: loss.backward())
+
+
+@script()
+def alias_kept_over_a_second_block(run):
+    return kept_alias(run, run.backward)
+
+
+def penalized(run, backward, where):
     """One of four micro-batches has a penalty on the weights themselves."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses = way_of(model), []
@@ -213,12 +248,53 @@ def penalty_in_the_third_micro_batch(run):
         optimizer.zero_grad()
         for index, part in enumerate(zip(x.split(8), y.split(8))):
             loss = run.error(model, *part) / 4
-            if index == 2:
+            if index == where:
                 loss = loss + 0.02 * sum((p**2).sum() for p in model.parameters())
-            run.backward(loss, optimizer)
+            backward(loss, optimizer)
             losses.append(loss)
         optimizer.step()
     return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+
+
+@script()
+def penalty_in_the_first_micro_batch(run):
+    return penalized(run, run.backward, 0)
+
+
+@script()
+def penalty_in_the_third_micro_batch(run):
+    return penalized(run, run.backward, 2)
+
+
+@script()
+def penalty_in_the_third_micro_batch_without_blocks(run):
+    return penalized(run, lambda loss, optimizer: loss.backward(), 2)
+
+
+@script()
+def long_accumulation(run):
+    """A sum of 200 terms, of which bfloat16 would lose the last ones."""
+    model, optimizer, x, y = regression()
+    run.begin(model, optimizer)
+    for index in range(200):
+        loss = run.error(model, x[index % 4 :: 4], y[index % 4 :: 4] + 1)
+        loss.backward()
+    return {"gradients": [p.grad for p in model.parameters()]}
+
+
+@script()
+def layer_used_many_times(run):
+    """One layer, 200 times in one graph."""
+    torch.manual_seed(31)
+    model = nn.Sequential(nn.Linear(96, 96), nn.Tanh())
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), noise_of(32)(200, 4, 96) + 1
+    run.begin(model, optimizer)
+    total = 0.0
+    for part in x:
+        with run.casts():
+            total = total + (model(part).float() - 1).square().mean()
+    run.backward(total, optimizer)
+    return {"losses": [total], "gradients": [p.grad for p in model.parameters()]}
 
 
 @script()
@@ -226,16 +302,15 @@ def two_threads_go_backward_at_once(run):
     model, _, x, y = regression(rows=96)
     run.begin(model)
     losses = [run.error(model, *part) for part in zip(x.split(4), y.split(4))]
+    start = threading.Barrier(2)
 
     def work(mine):
+        start.wait()
         for loss in mine:
             loss.backward()
 
-    threads = [threading.Thread(target=work, args=(losses[index::2],)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (losses[::2], losses[1::2])))
     return {"gradients": [p.grad for p in model.parameters()]}
 
 
@@ -252,6 +327,21 @@ def backward_to_some_inputs(run):
         run.backward(losses[-1] / 2, optimizer)
         optimizer.step()
     return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+
+
+@script()
+def anomalies_looked_for(run):
+    model, optimizer, x, y = regression(lr=0.05)
+    way, losses = way_of(model), []
+    run.begin(model, optimizer)
+    for index in range(6):
+        with torch.autograd.set_detect_anomaly(index % 2 == 1):
+            for part in zip(x.split(16), y.split(16)):
+                losses.append(run.error(model, *part))
+                run.backward(losses[-1], optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index % 3 == 0)
+    return {"losses": losses, "weights": way()}
 
 
 # -- hooks, and gradients that a script puts in or takes out
@@ -284,12 +374,7 @@ def masks_by_hooks_before_initialize(run):
     for p in model.parameters():
         mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
         p.register_hook(lambda grad, mask=mask: grad * mask)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
 
 
 @script()
@@ -307,6 +392,19 @@ def hook_that_comes_and_goes(run):
         for handle in handles:
             handle.remove()
     return {"losses": losses, "weights": way(), "seen": sorted(seen, key=torch.numel)}
+
+
+@script()
+def hook_put_on_between_passes_over_one_graph(run):
+    model, optimizer, x, y = regression()
+    run.begin(model, optimizer)
+    loss = run.error(model, x, y)
+    loss.backward(retain_graph=True)
+    for p in model.parameters():
+        p.register_hook(lambda grad: 1e-3 * grad)
+    for _ in range(60):
+        loss.backward(retain_graph=True)
+    return {"gradients": [p.grad for p in model.parameters()]}
 
 
 class Halves(torch.autograd.Function):
@@ -364,6 +462,21 @@ def hooks_of_accumulators(run):
     return {"losses": losses, "weights": way(), "averages": average.values()}
 
 
+@script()
+def hooks_after_accumulation(run):
+    model, optimizer, x, y = regression()
+    average = {}
+
+    def hook(p):
+        average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
+        p.grad.clamp_(-0.01, 0.01)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times=12, loss_scale=1.0)
+    return found | {"averages": [average[p] for p in model.parameters()]}
+
+
 @script(("O4", "O5"))
 def steps_in_hooks(run):
     model, _, x, y = regression()
@@ -409,7 +522,7 @@ def steps_in_hooks_without_initialize(run):
 def adamw(run, settings, when, whose):
     model, _, x, y = regression()
     other = mlp(4, 2)
-    way, losses, optimizer = way_of(model), [], None
+    way, losses = way_of(model), []
     if when == "before":
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, **settings)
     if whose == "the same model":
@@ -428,14 +541,7 @@ def adamw(run, settings, when, whose):
 
 ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {"foreach": False}}
 
-MADE = (
-    ("foreach", "before", "another model"),
-    ("fused", "before", "the same model"),
-    ("fused", "after", "another model"),
-    ("one by one", "after", "the same model"),
-)
-
-for kind, when, whose in MADE:
+for kind, when, whose in itertools.product(ADAMW, ("before", "after"), ("the same model", "another model")):
     name = f"adamw {kind} made {when} over {whose}"
     SCRIPTS[name] = functools.partial(adamw, settings=ADAMW[kind], when=when, whose=whose), FLOAT32_WEIGHTS
 

@@ -4,8 +4,8 @@
     make soak MINUTES=60 SEED=3          longer, and other cases
     make soak ONLY=death                 one group, or one promise by its name
 
-A promise (`promise.py`) is a sentence, the way it is attacked, and a function that makes one attempt. The groups are modules with
-a list of them: `nonfinite`, `interrupts`, `death`, `processes`, `threads`, `lifetimes`, `hostile`. `runs.py` has the training runs
+A promise (`promise.py`) is a sentence, the way it is attacked, and a function that makes one attempt. The groups are modules of
+them: `nonfinite`, `interrupts`, `death`, `processes`, `threads`, `lifetimes`, `hostile`. `runs.py` has the training runs
 that they attack: drawn at random, and compared with an undisturbed run bit for bit, or with plain torch in float32.
 
 The driver (`__main__.py`) gives every promise its share of the time. Each attempt is a process of its own, forked from one that has

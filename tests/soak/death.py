@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROOT
+from helpers import ROOT, saved_and_loaded
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import ampkit
 
-from .promise import Promise
+from .promise import promise
 from .runs import Recipe, Run, assert_same, bits, copied
 
 _SPEC = importlib.util.spec_from_file_location("checkpoint", ROOT / "examples" / "imagenet" / "checkpoint.py")
@@ -72,8 +73,12 @@ def train(recipe: Recipe, folder: Path, tell: Callable[[str], object] = lambda w
     return found
 
 
+@promise(
+    "A killed run continues bit for bit from its last checkpoint, and that is never lost.",
+    "SIGKILL, again and again until the run is done, half of the times while it writes a checkpoint",
+    share=3.0,
+)
 def a_killed_run_continues_bit_for_bit(draw: random.Random) -> int:
-    """Kill it until it is done: half of the times while it writes a checkpoint."""
     recipe = Recipe.drawn(draw)
     began = time.monotonic()
     wanted = train(recipe, Path(tempfile.mkdtemp()))
@@ -125,8 +130,11 @@ def killed(draw: random.Random, child: int, pipe: int, lasts: float) -> bool:
     return True
 
 
+@promise(
+    "A full disk loses nothing: the checkpoint before stays whole, and training goes on.",
+    "a limit on the size of files, somewhere below that of a checkpoint",
+)
 def a_full_disk_loses_nothing(draw: random.Random) -> int:
-    """Files may not grow past a limit that is too small at times: the checkpoint before stays, and training goes on."""
     recipe = Recipe.drawn(draw)
     folder, attacks = Path(tempfile.mkdtemp()), 0
     wanted = train(recipe, Path(tempfile.mkdtemp()))
@@ -153,8 +161,11 @@ def a_full_disk_loses_nothing(draw: random.Random) -> int:
     return attacks
 
 
+@promise(
+    "A torn checkpoint is refused in words: what is loaded is what was saved.",
+    "files cut short, with zeros or noise, with a flipped bit in a record, and files of another kind",
+)
 def a_torn_checkpoint_is_refused(draw: random.Random) -> int:
-    """Cut short, overwritten in places, or of another kind: an error that says so, or what was saved."""
     recipe = Recipe.drawn(draw)
     folder = Path(tempfile.mkdtemp())
     run = Run(recipe)
@@ -196,17 +207,15 @@ def place_in_a_tensor(draw: random.Random, file: bytes) -> int:
 
 def same(found: Any, wanted: Any) -> bool:
     """Two nested checkpoints, bit for bit."""
-    if isinstance(wanted, dict):
-        return (
-            isinstance(found, dict) and found.keys() == wanted.keys() and all(same(found[k], wanted[k]) for k in wanted)
-        )
-    if isinstance(wanted, (list, tuple)):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
-    return bits(found) == bits(wanted)
+    (ours, form), (theirs, expected) = tree_flatten(found), tree_flatten(wanted)
+    return form == expected and [bits(value) for value in ours] == [bits(value) for value in theirs]
 
 
+@promise(
+    "States of loss scalers are loaded whole or not at all.",
+    "wrong numbers, types and keys in one of several",
+)
 def scalers_are_loaded_whole_or_not_at_all(draw: random.Random) -> int:
-    """States of loss scalers that are broken in one place, behind good ones."""
     count = draw.randint(1, 4)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,8 +258,12 @@ def scalers_are_loaded_whole_or_not_at_all(draw: random.Random) -> int:
     return attacks
 
 
+@promise(
+    "A checkpoint of another level, precision or optimizer of the kind is continued with the same numbers; what does not "
+    "fit is refused, and nothing of it is loaded.",
+    "checkpoints handed from run to run; optimizer states of other models; a GradScaler's state, a model's",
+)
 def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
-    """A checkpoint that another level, optimizer or precision has written, or another model."""
     adams = ["Adam", "AdamW foreach", "AdamW fused", "FusedAdam"]
     sgds = ["SGD", "SGD foreach", "SGD fused", "FusedSGD"]
     levels = ["O0", "O1", "O2", "O4", "O5"]  # O3 rounds what it saves
@@ -264,7 +277,7 @@ def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
         run = Run(first)
         for number in range(3):
             run.iterate(number)
-        state = written_and_read(run.checkpoint())
+        state = saved_and_loaded(run.checkpoint())
         ampkit.close()
         run = Run(other)
         run.iterate(7)
@@ -278,13 +291,6 @@ def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
         ampkit.close()
         attacks += 1
     return attacks
-
-
-def written_and_read(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same_numbers(found: Any, wanted: Any, what: Any) -> None:
@@ -333,34 +339,3 @@ def refuses(run: Run, foreign: tuple[str, Any], before: Any, what: Any) -> None:
         raise AssertionError(f"a foreign {part} state was loaded: {what}")
     assert_same(run.state(), before[0], what)
     assert ampkit.state_dict() == before[1], what
-
-
-PROMISES = [
-    Promise(
-        "A killed run continues bit for bit from its last checkpoint, and that is never lost.",
-        "SIGKILL, again and again until the run is done, half of the times while it writes a checkpoint",
-        a_killed_run_continues_bit_for_bit,
-        share=3.0,
-    ),
-    Promise(
-        "A full disk loses nothing: the checkpoint before stays whole, and training goes on.",
-        "a limit on the size of files, somewhere below that of a checkpoint",
-        a_full_disk_loses_nothing,
-    ),
-    Promise(
-        "A torn checkpoint is refused in words: what is loaded is what was saved.",
-        "files cut short, with zeros or noise, with a flipped bit in a record, and files of another kind",
-        a_torn_checkpoint_is_refused,
-    ),
-    Promise(
-        "States of loss scalers are loaded whole or not at all.",
-        "wrong numbers, types and keys in one of several",
-        scalers_are_loaded_whole_or_not_at_all,
-    ),
-    Promise(
-        "A checkpoint of another level, precision or optimizer of the kind is continued with the same numbers; what does not "
-        "fit is refused, and nothing of it is loaded.",
-        "checkpoints handed from run to run; optimizer states of other models; a GradScaler's state, a model's",
-        another_run_continues_right_or_is_refused,
-    ),
-]

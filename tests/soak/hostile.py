@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import os
 import pickle
 import random
@@ -23,8 +22,8 @@ from torch import nn
 import ampkit
 
 from .death import checkpoint
-from .nonfinite import Heard
-from .promise import Promise
+from .nonfinite import heard
+from .promise import promise
 from .runs import OPTIMIZERS
 from .threads import in_threads
 
@@ -54,8 +53,12 @@ def calls_that_run_code(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"torch.load(weights_only={given['weights_only']})"
 
 
+@promise(
+    "No source unpickles, evaluates strings or starts a shell; but for `ampkit run`, which runs the script that it is given.",
+    "every call in ampkit, examples, benchmarks and docs, read by ast; counted in files",
+    share=0.2,
+)
 def no_source_loads_pickles(draw: random.Random) -> int:
-    """Every call in ampkit, the examples, the benchmarks and the scripts of the pages."""
     paths = [path for folder in ("ampkit", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
     found = [
         (str(path.relative_to(ROOT)), line, call)
@@ -84,8 +87,12 @@ class Runs:
         return os.system, (self.command,)
 
 
+@promise(
+    "A checkpoint runs no code. `ampkit run --allow-pickle` lets it, and says so.",
+    "files that run a command where they are unpickled",
+    share=0.5,
+)
 def a_checkpoint_runs_no_code(draw: random.Random) -> int:
-    """Files that run a command where they are unpickled, given to all that reads checkpoints here."""
     folder = Path(tempfile.mkdtemp())
     marker, attacks = folder / "was run", 0
     bad = Runs(f"touch '{marker}'")
@@ -128,8 +135,11 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@promise(
+    "Names stay names: in logs, errors and tables a line stays a line, and no control character arrives.",
+    "modules named with line breaks, escapes, quotes, HTML, format strings and shell commands; counted in texts",
+)
 def names_stay_names(draw: random.Random) -> int:
-    """Modules with hostile names, in all that is logged, raised and printed: one line stays one, and no control is sent."""
     name = draw.choice(HOSTILE) + draw.choice(["", draw.choice(HOSTILE)])
     model, level = nn.Module(), draw.choice(["O1", "O2", "O3", "O5"])
     model.add_module(name, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)))
@@ -139,8 +149,7 @@ def names_stay_names(draw: random.Random) -> int:
     with torch.no_grad():
         model._modules[name][0].weight[0, 0] = 1e6
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
-    with Heard() as heard:
-        logging.getLogger("ampkit").setLevel(logging.DEBUG)
+    with heard("DEBUG") as log:
         ampkit.initialize(
             model, optimizer, opt_level=level, loss_scale="dynamic", keep_fp32=draw.choice([(), [nn.LayerNorm]]),
             **({"cast_model_type": torch.float16} if level in ("O2", "O3") else {}),
@@ -154,7 +163,7 @@ def names_stay_names(draw: random.Random) -> int:
                 if number > 8:
                     next(iter(model._modules[name].parameters())).grad.fill_(float("nan"))
             optimizer.step()
-        said += [str(check), *heard.lines]
+        said += [str(check), *log.output]
         for wrong in (lambda: model.half()(torch.ones(2, 4)), lambda: ampkit.initialize(model, keep_fp32=name + "?")):
             try:
                 wrong()
@@ -170,8 +179,11 @@ def names_stay_names(draw: random.Random) -> int:
     return len(said)
 
 
+@promise(
+    "Models of any size train or are refused in words.",
+    "0 and 10,000 parameters, tensors without elements or dimensions, 2^31 elements on the meta device",
+)
 def models_of_any_size_train(draw: random.Random) -> int:
-    """No parameters, ten thousand, tensors without elements or dimensions, and 2^31 elements on the meta device."""
     level = draw.choice(["O0", "O1", "O2", "O3", "O4", "O5"])
     make = draw.choice([OPTIMIZERS[name].make for name in ("SGD foreach", "AdamW foreach", "FusedSGD", "FusedAdam")])
     kind = draw.choice(["none", "many", "empty", "scalar", "meta"])
@@ -212,6 +224,10 @@ def models_of_any_size_train(draw: random.Random) -> int:
     return 1
 
 
+@promise(
+    "Kernels refuse in words what they cannot do, and leave it as it was, from several threads at once.",
+    "freed, overlapping and absent memory, lists of other lengths, empty tensors",
+)
 def kernels_refuse_in_words(draw: random.Random) -> int:
     """The attacks of tests/kernels: those that are refused from four threads at once, and eight threads that compute."""
     refused = [
@@ -230,34 +246,3 @@ def kernels_refuse_in_words(draw: random.Random) -> int:
     test_attacks.test_threads_may_call_at_once(name)
     test_attacks.test_tensors_without_elements_are_nothing(name)
     return len(chosen) + 9
-
-
-PROMISES = [
-    Promise(
-        "No source unpickles, evaluates strings or starts a shell; but for `ampkit run`, which runs the script that it is given.",
-        "every call in ampkit, examples, benchmarks and docs, read by ast; counted in files",
-        no_source_loads_pickles,
-        share=0.2,
-    ),
-    Promise(
-        "A checkpoint runs no code. `ampkit run --allow-pickle` lets it, and says so.",
-        "files that run a command where they are unpickled",
-        a_checkpoint_runs_no_code,
-        share=0.5,
-    ),
-    Promise(
-        "Names stay names: in logs, errors and tables a line stays a line, and no control character arrives.",
-        "modules named with line breaks, escapes, quotes, HTML, format strings and shell commands; counted in texts",
-        names_stay_names,
-    ),
-    Promise(
-        "Models of any size train or are refused in words.",
-        "0 and 10,000 parameters, tensors without elements or dimensions, 2^31 elements on the meta device",
-        models_of_any_size_train,
-    ),
-    Promise(
-        "Kernels refuse in words what they cannot do, and leave it as it was, from several threads at once.",
-        "freed, overlapping and absent memory, lists of other lengths, empty tensors",
-        kernels_refuse_in_words,
-    ),
-]

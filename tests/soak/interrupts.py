@@ -23,10 +23,17 @@ from torch.nn import functional as F
 import ampkit
 from ampkit.iteration.optimizer_wrapper import _AMID_UPDATE
 
-from .promise import Promise
+from .promise import promise
 from .runs import OPTIMIZERS, Recipe, Run, assert_same, copied, is_same
 
 
+@promise(
+    "An exception at any line is survived: the same batch then continues the run bit for bit, or the error says that weights "
+    "were being updated, and a checkpoint does. The thread's state is as before.",
+    "an exception raised at numbered lines of ampkit that an iteration runs, some in each attempt",
+    share=2.0,
+    limit=300.0,
+)
 def an_exception_at_any_line_is_survived(draw: random.Random) -> int:
     """The sweep of tests/sessions, over a share of the lines that an iteration runs in ampkit."""
     with torch_left_as_found():
@@ -34,8 +41,12 @@ def an_exception_at_any_line_is_survived(draw: random.Random) -> int:
         return test_interrupts.check(draw.randint(17, 97), level, optimizer)
 
 
+@promise(
+    "Control-C and SIGTERM are survived likewise.",
+    "a signal whose handler raises, at random times of an iteration; any optimizer and level",
+    share=2.0,
+)
 def a_signal_at_any_time_is_survived(draw: random.Random) -> int:
-    """Control-C or SIGTERM, whose handler raises, at random times of a run; each turn that it ends is begun anew."""
     rule = ampkit.DynamicLossScale(2.0 ** draw.randint(0, 10), growth_interval=10**6)
     recipe = Recipe.drawn(
         draw, model="llama", rule=rule
@@ -108,8 +119,11 @@ def replaced(run: Run, checkpoint: dict) -> Run:
     return again
 
 
+@promise(
+    "Too little memory is survived: initialize leaves everything as it was, and iterations continue bit for bit.",
+    "a limit on the address space while a model is initialized, in a block and in a step",
+)
 def memory_that_runs_out_is_survived(draw: random.Random) -> int:
-    """A limit on the process's memory, somewhere between nothing and plenty, while a model is initialized or trained."""
     level, name = draw.choice(["O1", "O2", "O5"]), draw.choice(list(OPTIMIZERS))
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: tensors take and give back memory of their own
     undisturbed = Large(level, name)
@@ -194,8 +208,11 @@ class Large:
         return torch.stack([value.double().sum() for value in self.model.state_dict().values()])
 
 
+@promise(
+    "close() always works, and leaves torch as it was, attribute by attribute.",
+    "exceptions in forwards, blocks that are never left, several sessions at all levels",
+)
 def close_leaves_torch_as_it_was(draw: random.Random) -> int:
-    """Sessions, blocks and forwards that are left open by exceptions, and then `close`."""
 
     class Stop(Exception):
         pass
@@ -241,31 +258,3 @@ def close_leaves_torch_as_it_was(draw: random.Random) -> int:
                 assert {param.dtype for param in model.parameters()} == {torch.float32}
                 assert type(model) is nn.Sequential
     return 10
-
-
-PROMISES = [
-    Promise(
-        "An exception at any line is survived: the same batch then continues the run bit for bit, or the error says that weights "
-        "were being updated, and a checkpoint does. The thread's state is as before.",
-        "an exception raised at numbered lines of ampkit that an iteration runs, some in each attempt",
-        an_exception_at_any_line_is_survived,
-        share=2.0,
-        limit=300.0,
-    ),
-    Promise(
-        "Control-C and SIGTERM are survived likewise.",
-        "a signal whose handler raises, at random times of an iteration; any optimizer and level",
-        a_signal_at_any_time_is_survived,
-        share=2.0,
-    ),
-    Promise(
-        "Too little memory is survived: initialize leaves everything as it was, and iterations continue bit for bit.",
-        "a limit on the address space while a model is initialized, in a block and in a step",
-        memory_that_runs_out_is_survived,
-    ),
-    Promise(
-        "close() always works, and leaves torch as it was, attribute by attribute.",
-        "exceptions in forwards, blocks that are never left, several sessions at all levels",
-        close_leaves_torch_as_it_was,
-    ),
-]

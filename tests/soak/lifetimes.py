@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import os
 import pickle
 import random
+import statistics
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from helpers import NAMESPACES, torch_left_as_found
+from helpers import NAMESPACES, saved_and_loaded, torch_left_as_found
 from sessions import test_random_scripts
 from torch import nn
 
 import ampkit
 from ampkit.registry import live_sessions
 
-from .promise import Promise
+from .promise import promise
 from .runs import Recipe, Run
 
 # What happens to a run, in a random order
@@ -46,10 +46,7 @@ def is_pickled(run: Run, draw: random.Random) -> None:
 
 
 def is_saved_and_loaded(run: Run, draw: random.Random) -> None:
-    file = io.BytesIO()
-    torch.save(run.checkpoint(), file)
-    file.seek(0)
-    run.resume(torch.load(file, weights_only=True))
+    run.resume(saved_and_loaded(run.checkpoint()))
 
 
 def is_frozen(run: Run, draw: random.Random) -> None:
@@ -156,12 +153,10 @@ def measures() -> dict[str, float]:
 
 def slope(values: list[float]) -> tuple[float, float]:
     """By least squares, per round, with its standard error."""
-    n = len(values)
-    middle, mean = (n - 1) / 2, sum(values) / n
-    spread = sum((x - middle) ** 2 for x in range(n))
-    a = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
-    left = sum((y - mean - a * (x - middle)) ** 2 for x, y in enumerate(values))
-    return a, math.sqrt(left / (n - 2) / spread)
+    rounds = range(len(values))
+    a, b = statistics.linear_regression(rounds, values)
+    left = sum((y - a * x - b) ** 2 for x, y in zip(rounds, values))
+    return a, math.sqrt(left / (len(rounds) - 2) / (len(rounds) * statistics.pvariance(rounds)))
 
 
 #: Per round of four lifetimes. Caches of Python and torch, such as those of isinstance, fill in steps; a session that stayed would
@@ -169,6 +164,12 @@ def slope(values: list[float]) -> tuple[float, float]:
 ALLOWED = {"KiB of memory": 48.0, "objects": 4.0}
 
 
+@promise(
+    "Lifetimes leave nothing: memory, objects, file descriptors, threads, patches, hooks and sessions do not grow.",
+    "models that are initialized, trained, copied, pickled, saved, frozen, grown, evaluated and closed in random order",
+    share=2.0,
+    limit=400.0,
+)
 def lifetimes_leave_nothing(draw: random.Random) -> tuple[int, dict[str, float]]:
     events, series = 0, []
     gc.freeze()
@@ -187,6 +188,11 @@ def lifetimes_leave_nothing(draw: random.Random) -> tuple[int, dict[str, float]]
     return events, measured
 
 
+@promise(
+    "Random scripts train as in float32 bit for bit.",
+    "scripts drawn from some twenty events, over numbers that bfloat16 holds, at O1, O2 and O5; counted in iterations",
+    share=2.0,
+)
 def random_scripts_train_as_in_float32(draw: random.Random) -> int:
     """Those of tests/sessions: numbers that bfloat16 holds exactly, against plain float32."""
     compared = 0
@@ -200,20 +206,3 @@ def random_scripts_train_as_in_float32(draw: random.Random) -> int:
                     assert torch.equal(value.float(), want), (seed, settings, names, value, want)
                 compared += 1
     return compared
-
-
-PROMISES = [
-    Promise(
-        "Lifetimes leave nothing: memory, objects, file descriptors, threads, patches, hooks and sessions do not grow.",
-        "models that are initialized, trained, copied, pickled, saved, frozen, grown, evaluated and closed in random order",
-        lifetimes_leave_nothing,
-        share=2.0,
-        limit=400.0,
-    ),
-    Promise(
-        "Random scripts train as in float32 bit for bit.",
-        "scripts drawn from some twenty events, over numbers that bfloat16 holds, at O1, O2 and O5; counted in iterations",
-        random_scripts_train_as_in_float32,
-        share=2.0,
-    ),
-]

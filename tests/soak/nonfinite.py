@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 import random
 from dataclasses import replace
 from typing import Any
+from unittest import TestCase
 
 import torch
 from helpers import ScaleOnPaper
@@ -14,12 +15,20 @@ from helpers import ScaleOnPaper
 import ampkit
 from ampkit.iteration.loss_scale import SKIPS_AT_FLOOR_BEFORE_GIVING_UP
 
-from .promise import Promise
+from .promise import promise
 from .runs import OPTIMIZERS, Fault, Recipe, Run, assert_finite, assert_same
 
+#: ``with heard(level) as log`` has in ``log.output`` what ampkit's logger says.
+heard = functools.partial(TestCase().assertLogs, "ampkit")
 
+
+@promise(
+    "A skipped step leaves nothing: weights, their rests, moments and counts of steps are those of a run that has never "
+    "seen the batch, bit for bit, running statistics are finite, and the loss scale moves by its rule.",
+    "inf or NaN in the batch, the loss, one element, one gradient or all; any level, optimizer, accumulation",
+    share=3.0,
+)
 def a_skipped_step_leaves_nothing(draw: random.Random) -> int:
-    """Iterations of which some are spoiled; afterwards all is as in a run that has not had those."""
     recipe = Recipe.drawn(draw)
     plan = [(number, Fault.drawn(draw, recipe) if draw.random() < 0.4 else None) for number in range(12)]
     run, what = Run(recipe), (recipe, plan)
@@ -57,26 +66,12 @@ def follow(papers: list[ScaleOnPaper], run: Run, number: int, player: int, fault
         paper.after(overflow=fault is not None and fault.part == part)
 
 
-class Heard(logging.Handler):
-    """The lines of the logger, while it is attached."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        logging.getLogger("ampkit").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("ampkit").removeHandler(self)
-
-
+@promise(
+    "A storm ends in an error that says why: the scale stays within its bounds, a warning names the parameter, and training "
+    "ends after 50 skips at the floor with weights as they were before it.",
+    "gradients of one parameter that are never finite again",
+)
 def a_storm_ends_in_an_error_that_names_the_cause(draw: random.Random) -> int:
-    """Gradients of one parameter that are never finite: the scale falls to its floor and no further, and then training ends."""
     recipe = Recipe.drawn(draw, level=draw.choice(["O1", "O2"]), model=draw.choice(["cnn", "llama"]), parts=1)
     recipe = replace(recipe, rule=replace(recipe.rule, hysteresis=1))
     run = Run(recipe)
@@ -86,7 +81,7 @@ def a_storm_ends_in_an_error_that_names_the_cause(draw: random.Random) -> int:
     fault = Fault(draw.choice(["element", "gradient"]), draw.choice([math.inf, math.nan]), where=place)
     floor_at = round(math.log2(ampkit.state_dict()["loss_scaler0"]["loss_scale"]) + 14)
     before, number = run.trained(), 0
-    with Heard() as heard:
+    with heard("WARNING") as log:
         try:
             for number in range(1, 200):
                 run.iterate(number, replace(fault, where=place + len(names) * draw.randrange(100)))
@@ -97,14 +92,17 @@ def a_storm_ends_in_an_error_that_names_the_cause(draw: random.Random) -> int:
             raise AssertionError(f"200 skips in a row and no error: {recipe}")
     # Raised in the step, or where the next block begins.
     assert number - floor_at - SKIPS_AT_FLOOR_BEFORE_GIVING_UP in (0, 1), (number, floor_at, recipe)
-    assert any(repr(names[place]) in line for line in heard.lines), (names[place], heard.lines, recipe)
+    assert any(repr(names[place]) in line for line in log.output), (names[place], log.output, recipe)
     assert_same(run.trained(), before, recipe)
     assert_finite(run.statistics(), recipe)
     return number
 
 
+@promise(
+    "Training goes on after a storm, bit for bit as if only the good iterations had been.",
+    "100 spoiled iterations in a row, or every second one of 200",
+)
 def training_goes_on_after_a_storm(draw: random.Random) -> int:
-    """100 spoiled iterations in a row, or every second one, and then good ones, as if only these had been."""
     recipe = Recipe.drawn(draw, parts=1)
     alternates = draw.random() < 0.5
     fault = Fault.drawn(draw, recipe)
@@ -124,8 +122,11 @@ def training_goes_on_after_a_storm(draw: random.Random) -> int:
     return len(spoiled)
 
 
+@promise(
+    "What would underflow in float16 arrives: gradients of a loss 2^-k are exactly 2^-k times those of the loss.",
+    "losses down to 2^-30, at a scale as much larger",
+)
 def what_would_underflow_arrives(draw: random.Random) -> int:
-    """A loss too small for float16's gradients, at a scale that is as much larger: gradients are as many times smaller, exactly."""
     recipe = Recipe.drawn(
         draw, level=draw.choice(["O1", "O2"]), dtype=torch.float16, model=draw.choice(["cnn", "llama"]), parts=1
     )
@@ -152,8 +153,12 @@ def gradients(recipe: Recipe, factor: float) -> dict[str, torch.Tensor]:
     return found
 
 
+@promise(
+    "Steps are those of plain torch in float32 over the same gradients.",
+    "60 iterations at O0, O1, O2, O4, O5 with every fifth one spoiled, beside float32 weights stepped by torch",
+    share=2.0,
+)
 def steps_are_those_of_plain_torch(draw: random.Random) -> int:
-    """A long run with spoiled iterations, beside float32 weights that plain torch steps with the same gradients."""
     plain = [name for name, maker in OPTIMIZERS.items() if maker.plain is not None]
     recipe = Recipe.drawn(draw, level=draw.choice(["O0", "O1", "O2", "O4", "O5"]), optimizer=draw.choice(plain))
     run = Run(recipe)
@@ -192,36 +197,3 @@ def steps_are_those_of_plain_torch(draw: random.Random) -> int:
             if name in own:
                 assert torch.allclose(value, own[name], rtol=1e-4, atol=1e-5), (name, value, own[name], recipe)
     return attacks
-
-
-PROMISES = [
-    Promise(
-        "A skipped step leaves nothing: weights, their rests, moments and counts of steps are those of a run that has never "
-        "seen the batch, bit for bit, running statistics are finite, and the loss scale moves by its rule.",
-        "inf or NaN in the batch, the loss, one element, one gradient or all; any level, optimizer, accumulation",
-        a_skipped_step_leaves_nothing,
-        share=3.0,
-    ),
-    Promise(
-        "A storm ends in an error that says why: the scale stays within its bounds, a warning names the parameter, and training "
-        "ends after 50 skips at the floor with weights as they were before it.",
-        "gradients of one parameter that are never finite again",
-        a_storm_ends_in_an_error_that_names_the_cause,
-    ),
-    Promise(
-        "Training goes on after a storm, bit for bit as if only the good iterations had been.",
-        "100 spoiled iterations in a row, or every second one of 200",
-        training_goes_on_after_a_storm,
-    ),
-    Promise(
-        "What would underflow in float16 arrives: gradients of a loss 2^-k are exactly 2^-k times those of the loss.",
-        "losses down to 2^-30, at a scale as much larger",
-        what_would_underflow_arrives,
-    ),
-    Promise(
-        "Steps are those of plain torch in float32 over the same gradients.",
-        "60 iterations at O0, O1, O2, O4, O5 with every fifth one spoiled, beside float32 weights stepped by torch",
-        steps_are_those_of_plain_torch,
-        share=2.0,
-    ),
-]

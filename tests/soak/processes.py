@@ -21,14 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 import ampkit
 from ampkit.parallel import convert_syncbn_model, fully_shard
 
 from .death import checkpoint
-from .promise import Promise
+from .promise import promise
 from .runs import OPTIMIZERS, copied
 
 #: Of a collective that waits for others, in seconds; the bound within which every rank has ended.
@@ -117,10 +119,7 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole, in float32."""
-        return {
-            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-            for name, value in self.model.state_dict().items()
-        }
+        return whole(dict(self.model.state_dict()))
 
 
 @dataclass
@@ -222,6 +221,10 @@ def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         assert (found[name] - value).abs().max() < 0.02, (name, found[name], value, what)
 
 
+@promise(
+    "A NaN on one rank skips the step on all of them, and all go on with equal weights and scales.",
+    "inf or NaN in the loss of one of two or four ranks, or in its shard of a gradient; DDP with no_sync, FSDP2",
+)
 def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     job, value = Job.drawn(draw), draw.choice([math.nan, math.inf, -math.inf])
     where = "in_gradient" if job.wrapper == "fsdp2" and draw.random() < 0.7 else "factor"
@@ -233,6 +236,45 @@ def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     return 1
 
 
+@promise(
+    "Synchronised batch norm keeps its running statistics through a NaN on one rank.",
+    "NaN in one rank's batch",
+)
+def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
+    job = Job.drawn(draw, wrapper="ddp", ranks=2)
+
+    def work(rank: int) -> dict[str, Any]:
+        torch.manual_seed(job.seed)
+        model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
+        optimizer = OPTIMIZERS[job.optimizer].make(model.parameters())
+        ampkit.initialize(model, optimizer, opt_level=job.level, loss_scale="dynamic", verbosity=0)
+        called, states, skipped = DistributedDataParallel(model), [], []
+        for number in range(job.steps):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+            if number == job.when and rank == job.culprit:
+                x[draw.randrange(4), draw.randrange(4)] = math.nan
+            optimizer.zero_grad()
+            with ampkit.scale_loss(called(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            skipped.append(ampkit.step_was_skipped(optimizer))
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"states": states, "skipped": skipped}
+
+    found = results(on_ranks(2, work), job)
+    for one in found:
+        assert one["skipped"] == [number == job.when for number in range(job.steps)], job
+        for name, value in one["states"][job.when].items():
+            counted = name.endswith("num_batches_tracked")
+            assert torch.equal(value, one["states"][job.when - 1][name] + counted), (name, job)
+        assert all(bool(value.isfinite().all()) for value in one["states"][-1].values()), job
+    return 1
+
+
+@promise(
+    "A late rank changes nothing, bit for bit.",
+    "up to three seconds of sleep between forward and backward",
+)
 def a_late_rank_changes_nothing(draw: random.Random) -> int:
     job, seconds = Job.drawn(draw), draw.uniform(0.5, 3.0)
     found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds))), job)
@@ -255,8 +297,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@promise(
+    "No rank waits for one that is gone: each ends with an error.",
+    "an exception or SIGKILL in the midst of a step of one rank",
+)
 def no_rank_waits_for_one_that_is_gone(draw: random.Random) -> int:
-    """It raises or is killed in the midst of a step: every other ends with an error, in time."""
     job, happens = Job.drawn(draw), draw.choice([raise_broken, die])
     ended = on_ranks(job.ranks, lambda rank: trained(job, rank, happens=happens))
     for rank, one in enumerate(ended):
@@ -267,8 +312,12 @@ def no_rank_waits_for_one_that_is_gone(draw: random.Random) -> int:
     return 1
 
 
+@promise(
+    "No rank waits for ever for batches that do not come: each ends with an error within its group's time limit.",
+    "one rank with fewer batches",
+    share=0.6,
+)
 def no_rank_waits_for_batches_that_do_not_come(draw: random.Random) -> int:
-    """One rank has fewer batches: the others end with an error when the time limit of their group is over."""
     job = Job.drawn(draw)
 
     def work(rank: int) -> dict[str, Any]:
@@ -285,8 +334,11 @@ def no_rank_waits_for_batches_that_do_not_come(draw: random.Random) -> int:
     return 1
 
 
+@promise(
+    "Another number of ranks continues a run: weights bit for bit as saved, and afterwards near those of one process.",
+    "a checkpoint of two or four ranks continued by one, two or four; DDP and FSDP2",
+)
 def another_number_of_ranks_continues(draw: random.Random) -> int:
-    """Stopped after half of the steps, a job is continued by another number of processes."""
     job, then = Job.drawn(draw), draw.choice([1, 2, 4])
     folder = Path(tempfile.mkdtemp())
 
@@ -319,76 +371,5 @@ def another_number_of_ranks_continues(draw: random.Random) -> int:
 
 
 def whole(state: Any) -> Any:
-    """Every sharded tensor put together; all ranks call it."""
-    if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
-    if isinstance(state, torch.Tensor):
-        return (state.full_tensor() if hasattr(state, "full_tensor") else state).detach().clone()
-    return copied(state)
-
-
-def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
-    """Synchronised batch norm: a NaN on one rank, which reaches every feature, leaves all running statistics as they were."""
-    job = Job.drawn(draw, wrapper="ddp", ranks=2)
-
-    def work(rank: int) -> dict[str, Any]:
-        torch.manual_seed(job.seed)
-        model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
-        optimizer = OPTIMIZERS[job.optimizer].make(model.parameters())
-        ampkit.initialize(model, optimizer, opt_level=job.level, loss_scale="dynamic", verbosity=0)
-        called, states, skipped = DistributedDataParallel(model), [], []
-        for number in range(job.steps):
-            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
-            if number == job.when and rank == job.culprit:
-                x[draw.randrange(4), draw.randrange(4)] = math.nan
-            optimizer.zero_grad()
-            with ampkit.scale_loss(called(x).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            skipped.append(ampkit.step_was_skipped(optimizer))
-            states.append({name: value.clone() for name, value in model.state_dict().items()})
-        return {"states": states, "skipped": skipped}
-
-    found = results(on_ranks(2, work), job)
-    for one in found:
-        assert one["skipped"] == [number == job.when for number in range(job.steps)], job
-        for name, value in one["states"][job.when].items():
-            counted = name.endswith("num_batches_tracked")
-            assert torch.equal(value, one["states"][job.when - 1][name] + counted), (name, job)
-        assert all(bool(value.isfinite().all()) for value in one["states"][-1].values()), job
-    return 1
-
-
-PROMISES = [
-    Promise(
-        "A NaN on one rank skips the step on all of them, and all go on with equal weights and scales.",
-        "inf or NaN in the loss of one of two or four ranks, or in its shard of a gradient; DDP with no_sync, FSDP2",
-        a_nan_on_one_rank_skips_the_step_on_all,
-    ),
-    Promise(
-        "Synchronised batch norm keeps its running statistics through a NaN on one rank.",
-        "NaN in one rank's batch",
-        batch_norm_over_ranks_survives_a_nan,
-    ),
-    Promise(
-        "A late rank changes nothing, bit for bit.",
-        "up to three seconds of sleep between forward and backward",
-        a_late_rank_changes_nothing,
-    ),
-    Promise(
-        "No rank waits for one that is gone: each ends with an error.",
-        "an exception or SIGKILL in the midst of a step of one rank",
-        no_rank_waits_for_one_that_is_gone,
-    ),
-    Promise(
-        "No rank waits for ever for batches that do not come: each ends with an error within its group's time limit.",
-        "one rank with fewer batches",
-        no_rank_waits_for_batches_that_do_not_come,
-        share=0.6,
-    ),
-    Promise(
-        "Another number of ranks continues a run: weights bit for bit as saved, and afterwards near those of one process.",
-        "a checkpoint of two or four ranks continued by one, two or four; DDP and FSDP2",
-        another_number_of_ranks_continues,
-    ),
-]
+    """A copy of nested tensors, with every sharded one put together; all ranks call it."""
+    return copied(tree_map_only(DTensor, DTensor.full_tensor, state))

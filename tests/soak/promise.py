@@ -1,4 +1,4 @@
-"""What a group of faults is a list of."""
+"""A promise of the soak, written above the function that makes an attempt."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-class NotHere(Exception):
-    """This machine does not allow the attack; the message says why."""
+Attempt = Callable[[random.Random], int | tuple[int, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -16,13 +14,13 @@ class Promise:
     """A line of the table: what is promised and how it is attacked, in a sentence each.
 
     ``attempt`` is given the case's random numbers. It raises for a promise that does not hold, and returns how often it has
-    attacked, None for once; or this number and what it has measured, by name. ``share`` is its part of the time in proportion to
-    others, and ``limit`` the seconds after which an attempt counts as hung.
+    attacked; or this number and what it has measured, by name. ``share`` is its part of the time in proportion to others, and
+    ``limit`` the seconds after which an attempt counts as hung.
     """
 
     promise: str
     attack: str
-    attempt: Callable[[random.Random], int | tuple[int, dict[str, float]] | None]
+    attempt: Attempt
     share: float = 1.0
     limit: float = 120.0
 
@@ -30,3 +28,8 @@ class Promise:
     def name(self) -> str:
         """By which ``--only`` finds it."""
         return self.attempt.__name__
+
+
+def promise(sentence: str, attack: str, **settings: float) -> Callable[[Attempt], Promise]:
+    """Have the function that follows be the attempt of a `Promise`."""
+    return lambda attempt: Promise(sentence, attack, attempt, **settings)

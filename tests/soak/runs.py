@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import ampkit
 from ampkit.models.float32_values import lower_entries
@@ -86,19 +87,12 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
+class Perceptron(nn.Module):
+    """Generator or critic of a GAN."""
+
+    def __init__(self, inputs: int, activation: nn.Module, outputs: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return self.body(z)
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.LeakyReLU(0.2), nn.Linear(12, 1))
+        self.body = nn.Sequential(nn.Linear(inputs, 12), nn.BatchNorm1d(12), activation, nn.Linear(12, outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -287,7 +281,7 @@ class Run:
         return [Player(model, self._optimizer(model), loss)]
 
     def _adversaries(self) -> list[Player]:
-        critic, generator = Critic(), Generator()
+        critic, generator = Perceptron(6, nn.LeakyReLU(0.2), 1), Perceptron(4, nn.ReLU(), 6)
 
         def of_critic(real: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -429,8 +423,4 @@ def is_nothing(value: Any) -> bool:
 
 def copied(value: Any) -> Any:
     """A deep copy of nested dicts and lists of tensors and numbers."""
-    if isinstance(value, dict):
-        return {key: copied(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(one) for one in value)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import ampkit
 
-from .promise import Promise
+from .promise import promise
 from .runs import Recipe, Run, assert_same
 
 ITERATIONS = 12
@@ -50,28 +51,21 @@ def alone(recipe: Recipe) -> dict[str, Any]:
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
-    """All of these at once; the first error of one of them."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    all_threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for one in all_threads:
-        one.start()
-    for one in all_threads:
-        one.join()
-    if errors:
-        raise errors[0]
+    """All of these at once, which are switched all the time; the first error of one of them."""
+    sys.setswitchinterval(1e-5)
+    with ThreadPoolExecutor(len(works)) as pool:
+        for one in [pool.submit(work) for work in works]:
+            one.result()
 
 
+@promise(
+    "Four threads train four models at different levels, each bit for bit as alone.",
+    "threads that are switched 100,000 times a second, initialized before or inside",
+    share=0.25,
+)
 def four_threads_train_as_alone(draw: random.Random) -> int:
     recipes = [drawn(draw) for _ in range(4)]
     wanted, starts_inside = [alone(recipe) for recipe in recipes], draw.random() < 0.5
-    before = sys.getswitchinterval()
     with torch_left_as_found():
         runs = [made(recipe, initializes=not starts_inside) for recipe in recipes]
         start = threading.Barrier(4)
@@ -83,24 +77,23 @@ def four_threads_train_as_alone(draw: random.Random) -> int:
             for number in range(ITERATIONS):
                 run.iterate(number)
 
-        sys.setswitchinterval(1e-5)
-        try:
-            in_threads([lambda run=run: train(run) for run in runs])
-        finally:
-            sys.setswitchinterval(before)
+        in_threads([lambda run=run: train(run) for run in runs])
         for run, state in zip(runs, wanted):
             assert_same(run.state(), state, (run.recipe, recipes, starts_inside))
         ampkit.close()
     return 4
 
 
+@promise(
+    "Evaluation in other threads changes nothing in a training, bit for bit.",
+    "threads that evaluate the trained model and another one without pause",
+)
 def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
-    """Threads that evaluate the model itself and others, while it is trained."""
     recipe, other = drawn(draw), drawn(draw)
     wanted = alone(recipe)
     run, beside, is_done, passes = made(recipe), made(other), threading.Event(), [0]
     is_safe = recipe.model == "llama"  # batch norm in a training forward writes to its statistics
-    models = [(beside, other)] + ([(run, recipe)] if is_safe else [])
+    models = [beside, *([run] if is_safe else [])]
 
     def evaluate(one: Run) -> None:
         batch = one.batch(99, 0, 0)
@@ -117,19 +110,17 @@ def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
         finally:
             is_done.set()
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        in_threads([train, *(lambda one=one: evaluate(one) for one, _ in models)])
-    finally:
-        sys.setswitchinterval(before)
+    in_threads([train, *(lambda one=one: evaluate(one) for one in models)])
     assert_same(run.state(), wanted, (recipe, other))
     ampkit.close()
     return passes[0]
 
 
+@promise(
+    "Workers of a DataLoader cast nothing, and change nothing in a training.",
+    "workers by fork, spawn and forkserver, while a model trains",
+)
 def workers_see_no_casts(draw: random.Random) -> int:
-    """Batches that workers of all kinds make while a model trains at O1: those of plain torch."""
     wanted = list(DataLoader(Images(), batch_size=1, collate_fn=collate))
     recipe = drawn(draw, level=draw.choice(["O1", "O2", "O4", "O5"]))
     state = alone(recipe)
@@ -148,8 +139,11 @@ def workers_see_no_casts(draw: random.Random) -> int:
     return len(wanted)
 
 
+@promise(
+    "A fork in the midst of an iteration casts nothing, trains float32 models of its own, and changes nothing in its parent.",
+    "os.fork between forward and backward",
+)
 def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
-    """The child casts nothing, trains its own float32 model and ends; the parent goes on."""
     recipe = drawn(draw)
     wanted = alone(recipe)
     run = made(recipe)
@@ -194,6 +188,10 @@ def of_child() -> int:
         return 1
 
 
+@promise(
+    "Garbage collection may come at any time.",
+    "gc.set_threshold(1), which collects at every allocation, with faulthandler on",
+)
 def a_collector_at_every_allocation_changes_nothing(draw: random.Random) -> int:
     recipe = Recipe.drawn(draw)
     run = Run(recipe)
@@ -201,46 +199,11 @@ def a_collector_at_every_allocation_changes_nothing(draw: random.Random) -> int:
         run.iterate(number)
     wanted = run.state()
     ampkit.close()
-    before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(1)
-    try:
-        run = Run(recipe)
-        for number in range(3):
-            run.iterate(number)
-        found = run.state()
-        ampkit.close()
-    finally:
-        gc.set_threshold(*before)
-    assert_same(found, wanted, recipe)
+    run = Run(recipe)
+    for number in range(3):
+        run.iterate(number)
+    assert_same(run.state(), wanted, recipe)
+    ampkit.close()
     return 1
-
-
-PROMISES = [
-    Promise(
-        "Four threads train four models at different levels, each bit for bit as alone.",
-        "threads that are switched 100,000 times a second, initialized before or inside",
-        four_threads_train_as_alone,
-        share=0.25,
-    ),
-    Promise(
-        "Evaluation in other threads changes nothing in a training, bit for bit.",
-        "threads that evaluate the trained model and another one without pause",
-        evaluation_beside_training_changes_nothing,
-    ),
-    Promise(
-        "Workers of a DataLoader cast nothing, and change nothing in a training.",
-        "workers by fork, spawn and forkserver, while a model trains",
-        workers_see_no_casts,
-    ),
-    Promise(
-        "A fork in the midst of an iteration casts nothing, trains float32 models of its own, and changes nothing in its parent.",
-        "os.fork between forward and backward",
-        a_fork_in_the_midst_of_a_block_changes_nothing,
-    ),
-    Promise(
-        "Garbage collection may come at any time.",
-        "gc.set_threshold(1), which collects at every allocation, with faulthandler on",
-        a_collector_at_every_allocation_changes_nothing,
-    ),
-]
