@@ -377,30 +377,6 @@ def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
 
 
-@pytest.mark.parametrize(("level", "part"), [("O1", "step"), ("O2", "step"), ("O2", "iteration")])
-def test_step_of_the_optimizer_may_be_in_compiled_code(level, part):
-    losses = {}
-    for way in ("eager", "compiled"):
-        model, optimizer, inputs, targets = initialized(make_mlp, level)
-        step = optimizer.step
-        if part == "step" and way == "compiled":
-            step = torch.compile(lambda own=step: own(), backend="aot_eager")
-
-        def iteration(model=model, optimizer=optimizer, step=step, inputs=inputs, targets=targets):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), targets)
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            step()
-            return loss
-
-        if part == "iteration" and way == "compiled":
-            iteration = torch.compile(iteration, backend="aot_eager")
-        losses[way] = [iteration().item() for _ in range(3)]
-        ampkit.close()
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
-
-
 class Affine(nn.Module):
     """A layer and a vector. Where the loss is linear in them and the batch small integers, gradients are exact in any precision."""
 
@@ -421,7 +397,10 @@ ONE_PASS = {
 @pytest.mark.parametrize("name", ONE_PASS)
 @pytest.mark.parametrize(
     ("level", "part"),
-    [*((level, part) for level in ("O2", STORED_BF16, "O5") for part in ("model", "step")), ("O2", "iteration")],
+    [
+        *((level, part) for level in ("O2", STORED_BF16, "O5") for part in ("model", "step")),
+        *(("O1", "step"), ("O2", "iteration")),
+    ],
 )
 def test_one_pass_steps_beside_compiled_code_are_those_of_float64(level, part, name, monkeypatch):
     def copies(*_):
@@ -600,15 +579,6 @@ def test_changed_dtype_is_refused_by_name_when_compiled():
     model[3].half()
     with pytest.raises(ConfigurationError, match=r"'3\.weight' is torch\.float16"):
         forward(x)
-
-
-def test_compiled_model_at_o2_is_not_cast_by_an_o1_session():
-    first = ampkit.initialize(MLP(), opt_level="O1", verbosity=0)
-    second = nn.Sequential(nn.Linear(16, 16), nn.Softmax(dim=-1))  # at O1 softmax would be float32
-    second = ampkit.initialize(second, opt_level="O3", cast_model_outputs=torch.bfloat16, verbosity=0)
-    x = torch.randn(2, 16)
-    assert torch.equal(compiled_module(second)(x), second(x))
-    assert compiled_module(first)(x).dtype is torch.bfloat16
 
 
 def test_code_compiled_in_an_optimizers_step_is_tagged_as_uncast(monkeypatch):

@@ -56,6 +56,41 @@ def critic_frozen_after_its_forward(run):
     return {"losses": losses, "weights": way()}
 
 
+class Painter(nn.Module):
+    """Returns its picture and the latent behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mapping, self.painter = mlp(16, 64, 96), mlp(96, 64, 64, seed=1)
+
+    def forward(self, noise):
+        style = self.mapping(noise)
+        return self.painter(style), style
+
+
+@script(ALL)
+def gan_with_path_length(run):
+    generator, critic = Painter(), mlp(64, 96, 1, seed=2)
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, critic))
+    way, noise, losses, mean = way_of(generator, critic), noise_of(3), [], 0.0
+    run.begin([generator, critic], [of_generator, of_critic])
+    for _ in range(5):
+        with run.casts():
+            picture, _ = generator(noise(24, 16))
+            of_real, of_fake = critic(noise(24, 64).sin()).float(), critic(picture.detach()).float()
+        losses.append((F.softplus(-of_real) + F.softplus(of_fake)).mean())
+        run.learn(losses[-1], of_critic)
+        with run.casts():
+            picture, style = generator(noise(24, 16))
+            of_fake = critic(picture).float()
+        (slope,) = torch.autograd.grad((picture * noise(24, 64)).sum(), style, create_graph=True)
+        lengths = slope.float().square().sum(1).sqrt()
+        mean = mean + 0.1 * (lengths.mean().detach() - mean)
+        losses.append(F.softplus(-of_fake).mean() + (lengths - mean).square().mean())
+        run.learn(losses[-1], of_generator)
+    return {"losses": losses, "weights": way()}
+
+
 @script(ALL)
 def wgan_with_a_gradient_penalty(run):
     generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ampkit
 
-from . import ALL, learned_by, mlp, regression, script, stepped, way_of
+from . import ALL, learned_by, regression, script, stepped, way_of
 
 # -- what scripts make of gradients
 
@@ -24,26 +24,6 @@ def average_by_lerp_with_casts_off(run):
                 average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
 
     return stepped(run, edit, times=30) | {"averages": average.values()}
-
-
-@script()
-def svrg(run):
-    model, optimizer, x, y = regression()
-    snapshot = copy.deepcopy(model)
-    of_snapshot = torch.optim.SGD(snapshot.parameters(), lr=0.1)
-    way, losses = way_of(model), []
-    run.begin([model, snapshot], [optimizer, of_snapshot])
-    for _ in range(2):
-        snapshot.load_state_dict(model.state_dict())
-        full = [g.clone() for g in run.gradients(run.error(snapshot, x, y), snapshot, of_snapshot)]
-        for part, wanted in zip(x.split(8), y.split(8)):
-            run.gradients(run.error(snapshot, part, wanted), snapshot, of_snapshot)
-            losses.append(run.error(model, part, wanted))
-            run.gradients(losses[-1], model, optimizer)
-            for p, old, mean in zip(model.parameters(), snapshot.parameters(), full):
-                p.grad.data.sub_(old.grad.data).add_(mean)
-            optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 class Centred(torch.optim.Optimizer):
@@ -108,20 +88,6 @@ def lbfgs(run):
 
 
 # -- gradients in buckets, and of other models
-
-
-@script()
-def flat_buckets(run):
-    def edit(model):
-        bucket = torch.cat([p.grad.view(-1) for p in model.parameters()])
-        bucket /= bucket.norm().clamp(min=0.2)
-        begin = 0
-        for p in model.parameters():
-            p.grad.copy_(bucket[begin : begin + p.numel()].view_as(p))
-            begin += p.numel()
-        return [bucket]
-
-    return stepped(run, edit)
 
 
 def in_one_buffer(run, backward):
@@ -216,38 +182,6 @@ def layers_frozen_by_turns(run):
             optimizer.step()
             optimizer.zero_grad()
     return {"losses": losses, "weights": way(), "seen": seen}
-
-
-@script()
-def head_replaced_on_the_way(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    losses = []
-    run.begin(model, optimizer)
-    for index in range(8):
-        if index == 4:
-            model[2] = mlp(96, 64, 2, seed=1)
-            optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1})
-            way = way_of(model)
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        for p in model.parameters():
-            p.grad.clamp_(-0.02, 0.02)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def gradients_in_lists(run):
-    def edit(model):
-        grads = [p.grad for p in model.parameters()]
-        norms = torch._foreach_norm(grads)
-        torch._foreach_mul_(grads, 0.5)
-        torch._foreach_add_(grads, [p.detach() for p in model.parameters()], alpha=1e-3)
-        torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(grads) * 1.5, grads)
-        return norms
-
-    return stepped(run, edit)
 
 
 # -- steps made of gradients

@@ -63,54 +63,6 @@ def low_rank_adapters_over_a_frozen_base(run):
     return {"losses": losses, "weights": way()}
 
 
-class Climbing(torch.optim.Optimizer):
-    """SAM as a class around another optimizer, as it goes from repository to repository."""
-
-    def __init__(self, params, base, rho=0.1, **settings):
-        super().__init__(params, dict(rho=rho, **settings))
-        self.base = base(self.param_groups, **settings)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self):
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for group in self.param_groups for p in group["params"]]), p=2)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["old"] = p.data.clone()
-                p.add_(p.grad * (group["rho"] / (norm + 1e-12)).to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old"]
-        self.base.step()
-        self.zero_grad()
-
-    def step(self, closure=None):
-        closure = torch.enable_grad()(closure)
-        self.first_step()
-        closure()
-        self.second_step()
-
-
-@script()
-def sam_as_a_class(run):
-    model, _, x, y = regression()
-    optimizer = Climbing(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        optimizer.first_step()
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        optimizer.second_step()
-    return {"losses": losses, "weights": way()}
-
-
 # -- more of torch.autograd
 
 
@@ -446,20 +398,3 @@ for kind, settings in ADAMW.items():
 @script()
 def adafactor(run):
     return learned_by(run, torch.optim.Adafactor, lr=5e-3)
-
-
-@script()
-def grad_scaler_that_is_off(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(scaler.scale(losses[-1]), optimizer)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    return {"losses": losses, "weights": way()}

@@ -354,22 +354,6 @@ def trained(run, model, x, y, lr=0.1, times=8, momentum=0.0, **found):
     return {"losses": losses, "weights": way(), "gradients": gradients}
 
 
-class TiedAutoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(34)
-        self.weight = nn.Parameter(torch.randn(96, 64) / 8)
-
-    def forward(self, x):
-        return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight.t())
-
-
-@script()
-def tied_autoencoder(run):
-    x = noise_of(35)(32, 64)
-    return trained(run, TiedAutoencoder(), x, x.sin(), lr=0.5)
-
-
 class Slimmable(nn.Module):
     """Uses a part of its weights by turns."""
 
