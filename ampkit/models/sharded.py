@@ -6,6 +6,7 @@ At O2, O3 and O5 the sharded parameters stay float32, and FSDP2 casts them while
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -25,26 +26,24 @@ def keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
         undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
 
 
-def sum_partial_gradients(model: nn.Module, undo: Undo) -> None:
-    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up, until ``undo``.
+def lay_gradients_as_parameters(model: nn.Module, undo: Undo) -> None:
+    """Have gradients that tensor parallelism leaves laid out otherwise than their parameters be laid out as these, until ``undo``.
 
-    So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
-    optimizers sum up in their step, and judging or unscaling part of a sum tells nothing.
+    With ``SequenceParallel`` each process sees some of the tokens, and all have the whole weight of a norm: each gets a part of a
+    sum, and judging or unscaling part of a sum tells nothing. A layer whose weight is sharded may get a whole gradient, and kernels
+    update the part of a weight that lies here. torch's optimizers redistribute both in their step.
     """
-    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which sums up by itself
+    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which does so by itself
+    param: Any  # a DTensor
     for param in model.parameters():
         if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
-            undo.callback(param.register_hook(_summed_up).remove)
+            undo.callback(param.register_hook(functools.partial(_laid_out, param.placements)).remove)
 
 
-def _summed_up(gradient: Any) -> Any:
-    if not is_sharded(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+def _laid_out(placements: Any, gradient: Any) -> Any:
+    if not is_sharded(gradient) or gradient.placements == placements:
         return gradient
-    from torch.distributed.tensor import Replicate
-
-    return gradient.redistribute(
-        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-    )
+    return gradient.redistribute(placements=placements)
 
 
 def _forget_casts(module: nn.Module, *_: Any) -> None:

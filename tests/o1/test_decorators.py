@@ -259,20 +259,6 @@ def test_float_function_computes_in_float32_in_a_cast_model(level, compiled):
     assert (ours - plain_variance(x.double())).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
-def test_float_function_casts_while_a_model_is_cast(level):
-    function, given = (
-        float_function(dtypes),
-        [torch.ones(2, dtype=dtype) for dtype in (LOW, HALF, torch.float64, torch.int64)],
-    )
-    as_given = [x.dtype for x in given]
-    assert function(*given) == as_given
-    with ampkit.session(torch.nn.Linear(2, 2), opt_level=level, verbosity=0):
-        assert function(*given[:2], c=given[2], d=given[3]) == [FULL, FULL, torch.float64, torch.int64]
-        assert float_function(lambda batch: batch["x"][0].dtype)({"x": [given[0]]}) is FULL
-    assert function(*given) == as_given
-
-
 @pytest.mark.parametrize("level", ("O0", *CAST_LEVELS))
 def test_decorators_hold_outside_of_models_where_an_argument_is_in_lower_precision(level):
     full, low = (torch.ones(2, dtype=dtype) for dtype in (FULL, LOW))

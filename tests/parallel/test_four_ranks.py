@@ -110,11 +110,12 @@ def saved(rank, count, case, folder):
 
 
 def resumed(rank, count, case, folder):
-    """What `saved` has written, loaded by other processes, which take the same two more steps."""
+    """What `saved` has written, loaded by other processes, which take the same two more steps; a single one has a whole model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, called, optimizer = prepared("fsdp2", *SAVED[case])
+    wrapper = "fsdp2" if count > 1 else "alone"
+    model, called, optimizer = prepared(wrapper, *SAVED[case])
     model(data(0, 0, rank, count)[0])  # what was gathered before is not used after loading
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
@@ -123,7 +124,7 @@ def resumed(rank, count, case, folder):
     if count == 2:
         checkpoint.save(loaded, checkpoint_id=folder.parent / "of two" / case)
     then = whole(model.state_dict())
-    take_steps("fsdp2", called, optimizer, range(2, 4), rank, count)
+    take_steps(wrapper, called, optimizer, range(2, 4), rank, count)
     now = whole(model.state_dict())
     ampkit.close()
     return {"then": then, "now": now}

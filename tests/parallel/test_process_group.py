@@ -1,4 +1,4 @@
-"""Gradients averaged by hand over two gloo processes: an overflow on one of them skips the step of both."""
+"""Gradients averaged over two gloo processes, by hand and by hooks of DDP: an overflow on one of them skips the step of both."""
 
 import math
 import sys
@@ -8,8 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import STORED_BF16, as_one_of_two_ranks, at, backward, net_with_norm, results_of_two_ranks
-from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
 from ampkit.optimizers import FusedAdam
@@ -65,6 +70,38 @@ def train(rank, case):
     result = {"weights": {name: value.clone() for name, value in model.state_dict().items()}}
     ampkit.close()
     return {**result, "skipped": skipped, "scales": scales}
+
+
+HOOKS = {"none": allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+SENT = [("O0", "none"), ("O1", "none"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "none"), ("O5", "none")]
+
+
+def train_with_hook(rank, level, hook):
+    """Four steps under DDP, of which rank 1 spoils the second: weights, who skipped, and the bytes that each step sent."""
+    model = net_with_norm()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rule = ampkit.DynamicLossScale(init_scale=2.0**8)  # gradients times 2^16 would not fit into a hook's float16
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=rule, verbosity=0)
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(None, HOOKS[hook])
+    original, sent, skipped = dist.all_reduce, [0] * 4, []
+    for step in range(4):
+
+        def all_reduce(tensor, *args, step=step, **kwargs):
+            sent[step] += tensor.nbytes
+            return original(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce  # which the hooks call
+        x, y = (part[rank] for part in data(step))
+        optimizer.zero_grad()
+        loss = F.mse_loss(parallel(x), y)
+        backward(loss * math.inf if (step, rank) == (1, 1) else loss, optimizer)
+        optimizer.step()
+        skipped.append(ampkit.step_was_skipped(optimizer))
+    dist.all_reduce = original
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    return {"weights": weights, "skipped": skipped, "bytes": sent}
 
 
 def refusal_of_zero(level):
@@ -131,7 +168,7 @@ def checks_at_steps(rank, by_hand):
     model = net_with_norm()
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-    parallel = model if by_hand else nn.parallel.DistributedDataParallel(model)
+    parallel = model if by_hand else DistributedDataParallel(model)
     for step in range(2):
         x, y = (part[rank] for part in data(step))
         optimizer.zero_grad()
@@ -190,6 +227,7 @@ def work(rank):
         return {str(case): train(rank, case) for case in CASES}
     return {
         **judged_again(),
+        "hooks": {str(case): train_with_hook(rank, *case) for case in SENT},
         "without gradients": a_rank_without_gradients(rank),
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
     }
@@ -212,21 +250,38 @@ def test_ranks_train_as_in_float32_and_an_overflow_on_one_skips_on_both(averaged
     skips = how in IN_GROUPS
     assert one["skipped"] == other["skipped"] == [False, skips, False, False]
     assert one["scales"] == other["scales"] and one["scales"][1] == one["scales"][0] / (2 if skips else 1)
-    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    # In float32 on the joined batches of the steps that were taken.
+    steps = (0, 2, 3) if skips else range(4)
+    assert_as_float32([one, other], [blocks_of(step, how) for step in steps], 0.0 if fused else 1e-2)
+
+
+def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
+    """Weights are equal on both ranks, and as in float32 after these steps, each over joined batches."""
+    one, other = (rank["weights"] for rank in ranks)
+    assert all(torch.equal(one[name], other[name]) for name in one)
     twin = net_with_norm()
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.0 if fused else 1e-2)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=weight_decay)
     start = {name: value.clone() for name, value in twin.state_dict().items()}
-    for step in (0, 2, 3) if skips else range(4):
+    for blocks in steps:
         optimizer.zero_grad()
-        for x, y in blocks_of(step, how):
+        for x, y in blocks:
             F.mse_loss(twin(x), y).backward()
         optimizer.step()
     found, expected = (
-        torch.cat([(values[name] - start[name]).flatten() for name in start])
-        for values in (one["weights"], twin.state_dict())
+        torch.cat([(values[name] - start[name]).flatten() for name in start]) for values in (one, twin.state_dict())
     )
-    assert (found - expected).norm() <= 0.05 * expected.norm()
+    assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level, hook", SENT)
+def test_gradients_travel_in_the_precision_of_weights_or_of_the_hook(results, level, hook):
+    """Two layers of 6 * 8 + 8 and 8 * 3 + 3 values; a norm of 16, which is float32 at O2."""
+    layers, norm = 6 * 8 + 8 + 8 * 3 + 3, 16
+    expected = 2 * layers + 4 * norm if level == "O2" else (4 if hook == "none" else 2) * (layers + norm)
+    ranks = [rank["hooks"][str((level, hook))] for rank in results]
+    for rank in ranks:
+        assert rank["bytes"] == [expected] * 4 and rank["skipped"] == [False, True, False, False]
+    assert_as_float32(ranks, [blocks_of(step, "") for step in (0, 2, 3)], tolerance=1e-4 if level == "O0" else 0.05)
 
 
 @pytest.mark.slow
