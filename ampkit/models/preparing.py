@@ -176,7 +176,7 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
     for model in models:
         if plan.casts_calls:
             sharded.keep_no_casts_of_gathered(model, undo)
-        sharded.sum_partial_gradients(model, undo)
+        sharded.place_gradients(model, undo)
         if plan.has_narrow_results and not plan.casts_weights:
             forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts

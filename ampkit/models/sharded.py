@@ -6,6 +6,7 @@ At O2, O3 and O5 the sharded parameters stay float32, and FSDP2 casts them while
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -25,26 +26,23 @@ def keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
         undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
 
 
-def sum_partial_gradients(model: nn.Module, undo: Undo) -> None:
-    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up, until ``undo``.
+def place_gradients(model: nn.Module, undo: Undo) -> None:
+    """Have gradients of tensor parallelism lie on the processes as their weights do, until ``undo``.
 
-    So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
-    optimizers sum up in their step, and judging or unscaling part of a sum tells nothing.
+    With ``SequenceParallel`` each process sees some of the tokens, and has a part of a sum as the gradient of a norm; a layer that
+    gathers tokens has a whole gradient for its part of a weight. torch's optimizers bring them together in their step. Judging,
+    unscaling and steps in one pass need that before.
     """
     by_fsdp = {id(shard.param) for shard in gathered(model)}  # which sums up by itself
     for param in model.parameters():
         if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
-            undo.callback(param.register_hook(_summed_up).remove)
+            undo.callback(param.register_hook(functools.partial(_placed, param.placements)).remove)
 
 
-def _summed_up(gradient: Any) -> Any:
-    if not is_sharded(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+def _placed(placements: tuple[Any, ...], gradient: Any) -> Any:
+    if not is_sharded(gradient) or gradient.placements == placements:
         return gradient
-    from torch.distributed.tensor import Replicate
-
-    return gradient.redistribute(
-        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-    )
+    return gradient.redistribute(placements=placements)
 
 
 def _forget_casts(module: nn.Module, *_: Any) -> None:
