@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import as_one_of_two_ranks, results_of_ranks
+from ranks import assert_equal, assert_moved_alike, read_checkpoint, whole, write_checkpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -48,37 +49,26 @@ def take_steps(called, optimizer, steps, rank=0, count=1):
         optimizer.step()
 
 
-def whole(model, optimizer):
-    values = float32_state_dict(model, optimizer)
-    return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in values.items()}
+def values_of(model, optimizer):
+    return whole(float32_state_dict(model, optimizer))
 
 
 def checkpointed(way, rank, count, folder):
     """Three steps, a checkpoint, and three more: the float32 values then and now."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, called, optimizer = prepared(way, "fsdp2")
     take_steps(called, optimizer, range(3), rank, count)
-    weights, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / way)
-    then = whole(model, optimizer)
+    write_checkpoint(model, optimizer, folder / way)
+    then = values_of(model, optimizer)
     take_steps(called, optimizer, range(4, 7), rank, count)
-    return {"then": then, "now": whole(model, optimizer)}
+    return {"then": then, "now": values_of(model, optimizer)}
 
 
 def resumed(way, rank, count, folder):
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, called, optimizer = prepared(way, "fsdp2")
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    checkpoint.load(loaded, checkpoint_id=folder / way)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    then = whole(model, optimizer)
+    read_checkpoint(model, optimizer, folder / way)
+    then = values_of(model, optimizer)
     take_steps(called, optimizer, range(4, 7), rank, count)
-    return {"then": then, "now": whole(model, optimizer)}
+    return {"then": then, "now": values_of(model, optimizer)}
 
 
 def work(rank):
@@ -88,7 +78,7 @@ def work(rank):
         for wrapper in ("ddp", "fsdp2"):
             model, called, optimizer = prepared("float32", wrapper)
             take_steps(called, optimizer, range(STEPS), rank, count)
-            found[wrapper] = {"values": whole(model, optimizer), "skipped": optimizer.skipped_steps}
+            found[wrapper] = {"values": values_of(model, optimizer), "skipped": optimizer.skipped_steps}
         dist.barrier()
         return {**found, **{way: checkpointed(way, rank, count, checkpoints) for way in WAYS}}
     return {way: resumed(way, rank, count, checkpoints) for way in WAYS}
@@ -110,22 +100,18 @@ def test_two_ranks_learn_what_one_does_and_skip_together(runs, wrapper):
     assert [rank["skipped"] for rank in ranks] == [1, 1]
     model, called, optimizer = prepared("float32", "none")
     take_steps(called, optimizer, range(STEPS))
-    start = net().state_dict()
-    for name, value in whole(model, optimizer).items():
-        assert torch.equal(ranks[0]["values"][name], ranks[1]["values"][name])
-        moved, expected = ranks[0]["values"][name] - start[name].float(), value - start[name].float()
-        assert (moved - expected).norm() <= 0.1 * expected.norm()
+    assert_equal(ranks[0]["values"], ranks[1]["values"])
+    assert_moved_alike(ranks[0]["values"], values_of(model, optimizer), 0.1, net().state_dict())
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_on_another_number_of_processes(runs, way):
     straight = runs["two"][0][way]
     again, one = runs["again"][0][way], runs["one"][0][way]
-    for name, value in straight["then"].items():
-        assert torch.equal(again["then"][name], value) and torch.equal(one["then"][name], value)
-        assert torch.equal(again["now"][name], straight["now"][name])
-        moved, expected = one["now"][name] - value, straight["now"][name] - value
-        assert (moved - expected).norm() <= 0.15 * expected.norm()
+    for found in (again, one):
+        assert_equal(found["then"], straight["then"])
+    assert_equal(again["now"], straight["now"])
+    assert_moved_alike(one["now"], straight["now"], 0.15, straight["then"])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, net_with_norm, results_of_two_ranks
+from ranks import assert_equal, assert_moved_alike, batches_of_step, in_float32
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -21,12 +22,6 @@ pytestmark = pytest.mark.slow
 HOOKS = {"none": allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 CASES = [("O0", "none"), ("O1", "none"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "none"), ("O5", "none")]
 STEPS, SPOILED = 4, 2
-
-
-def data(step):
-    """Both ranks' batches."""
-    drawn = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(step))
-    return drawn[..., :6], drawn[..., 6:]
 
 
 def train(rank, case):
@@ -47,7 +42,7 @@ def train(rank, case):
     skipped, per_step = [], []
     dist.all_reduce = all_reduce  # which the hooks call
     for step in range(STEPS):
-        x, y = (part[rank] for part in data(step))
+        x, y = (part[rank] for part in batches_of_step(step))
         optimizer.zero_grad()
         loss = F.mse_loss(parallel(x), y)
         backward(loss * math.inf if (step, rank) == (SPOILED, 1) else loss, optimizer)
@@ -81,20 +76,10 @@ def test_ranks_step_alike_under_every_hook_and_as_float32_on_the_joined_batch(re
     one, other = (rank[str(case)] for rank in results)
     assert one["skipped"] == other["skipped"]
     assert one["skipped"] == [step == SPOILED for step in range(STEPS)]
-    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    twin = net_with_norm()
-    start = {name: value.clone() for name, value in twin.state_dict().items()}
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for step in (0, 1, 3):
-        optimizer.zero_grad()
-        x, y = (part.flatten(0, 1) for part in data(step))
-        F.mse_loss(twin(x), y).backward()
-        optimizer.step()
-    found, expected = (
-        torch.cat([(values[name] - start[name]).flatten() for name in start])
-        for values in (one["weights"], twin.state_dict())
-    )
-    assert (found - expected).norm() <= (1e-4 if case[0] == "O0" else 0.05) * expected.norm()
+    assert_equal(one["weights"], other["weights"])
+    expected = in_float32(lambda params: torch.optim.AdamW(params, lr=1e-2), (0, 1, 3))
+    tolerance = 1e-4 if case[0] == "O0" else 0.05
+    assert_moved_alike(one["weights"], expected, tolerance, net_with_norm().state_dict())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Accumulation under DistributedDataParallel on two gloo processes, judged by float64 gradients of the joined batch."""
 
+import contextlib
 import copy
 import itertools
 import math
 
 import pytest
 import torch
-from helpers import as_one_of_two_ranks, net_with_norm, results_of_two_ranks
+from helpers import as_one_of_two_ranks, backward, net_with_norm, results_of_two_ranks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,17 +45,9 @@ def accumulate(ddp, optimizer, rank, case, spoil=None):
     _, delayed, no_sync, _, _, _ = CASES[case]
     for index, (x, y) in enumerate(data(rank)):
         last = index == MICRO_BATCHES - 1
-        if no_sync and not last:
-            with ddp.no_sync():
-                loss = F.mse_loss(ddp(x), y)
-                loss = loss * math.inf if spoil == (rank, index) else loss
-                with ampkit.scale_loss(loss, optimizer, delay_unscale=delayed and not last) as scaled:
-                    scaled.backward()
-        else:
-            loss = F.mse_loss(ddp(x), y)
-            loss = loss * math.inf if spoil == (rank, index) else loss
-            with ampkit.scale_loss(loss, optimizer, delay_unscale=delayed and not last) as scaled:
-                scaled.backward()
+        with ddp.no_sync() if no_sync and not last else contextlib.nullcontext():
+            loss = F.mse_loss(ddp(x), y) * (math.inf if spoil == (rank, index) else 1.0)
+            backward(loss, optimizer, delay_unscale=delayed and not last)
 
 
 def run_case(rank, case):

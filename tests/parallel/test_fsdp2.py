@@ -1,12 +1,15 @@
 """FSDP2 on two gloo processes, judged by one process that trains without it on the joined batch."""
 
+import contextlib
 import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, results_of_two_ranks
+from ranks import assert_equal, assert_moved_alike, movement, read_checkpoint, whole, write_checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +17,7 @@ import ampkit
 from ampkit.apex.optimizers import FusedLAMB
 from ampkit.optimizers import FusedAdam, FusedSGD
 from ampkit.parallel import fully_shard
+from ampkit.sharding import local
 
 STEPS = 3
 
@@ -32,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width=7, batch_norm=False):
+    def __init__(self, batch_norm=False, width=7):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, width)
@@ -58,11 +62,6 @@ def sharded(model, level, shard=fully_shard, **settings):
     for block in model.blocks:
         shard(block, **settings)
     return shard(model, **settings)
-
-
-def whole(values):
-    """Plain copies of tensors, gathered where they are sharded."""
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in values.items()}
 
 
 def trained(level, make_optimizer, rank=None, clip=None, model=None, **settings):
@@ -101,33 +100,71 @@ CASES = QUICK | {
     "O1 gathered once": ("O1", "AdamW", None, {"reshard_after_forward": False}),
     "O5 gathered once": ("O5", "AdamW", None, {"reshard_after_forward": False}),
     "O5 reduced in bfloat16": ("O5", "AdamW", None, {"reduce_dtype": torch.bfloat16}),
+    "O1 with compiled blocks": ("O1", "AdamW", 0.5, {}),
+    "O5 with compiled blocks": ("O5", "AdamW", 0.5, {}),
 }
 
 
 def run_case(rank, case):
     level, name, clip, settings = CASES[case]
-    return trained(level, OPTIMIZERS[name], rank, clip, **settings)
+    model, counters = Net(), torch._dynamo.utils.counters
+    counters.clear()
+    if "compiled" in case:  # what inductor makes of graphs is the same without FSDP2, and takes minutes
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    found = trained(level, OPTIMIZERS[name], rank, clip, model, **settings)
+    assert (counters["stats"]["unique_graphs"] > 0) == ("compiled" in case)
+    return found
 
 
-def planted_inf(rank, level, fused):
-    """Rank 1 alone meets an infinite loss: who steps, and at which scale?"""
+# (level, optimizer, the rank whose shard of a gradient is spoiled, with what, and where: in the `scale_loss` block, behind it, or
+# without one). Outside of a block ``check_gradients`` looks for it.
+OUTSIDE = [(0, math.nan, "behind the block"), (1, math.nan, "without a block"), (1, -math.inf, "behind the block")]
+INFS = [
+    *((level, name, 1, math.inf, "in the block") for level in ("O1", "O2", "O5") for name in ("AdamW", "FusedAdam")),
+    *(("O4", "AdamW", *spoiled) for spoiled in OUTSIDE),
+    *(("O5", name, *spoiled) for name in ("AdamW", "torch's fused AdamW", "FusedAdam") for spoiled in OUTSIDE),
+]
+QUICK_INFS = [case for case in INFS if case[0] == "O2" or case[-1] != "in the block"]
+
+
+def shards(model, optimizer):
+    """Copies of the weights and of what the optimizer keeps, as far as they lie on this process."""
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return [local(x).detach().clone() for x in (*model.parameters(), *states)]
+
+
+def planted_inf(rank, level, name, spoiled_rank, value, where):
+    """Of each step: whether it was skipped, whether anything here moved, the scale, and how many collectives agreed on that."""
     model = sharded(Net(), level)
-    optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    found = []
+    optimizer = OPTIMIZERS[name](model.parameters())
+    settings = {"loss_scale": "dynamic"} if where == "in the block" else {"check_gradients": True}
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    calls, all_reduce, found = [], dist.all_reduce, []
+    dist.all_reduce = lambda *args, **kwargs: calls.append(None) or all_reduce(*args, **kwargs)
     for index, (x, y) in enumerate(data(rank, steps=4)):
-        before = whole(model.state_dict())
+        # Added to the gradient of one rank after it was reduced, it is in the shard of that rank alone.
+        spoils = (index, rank) == (1, spoiled_rank)
         optimizer.zero_grad()
+        calls.clear()
         loss = F.mse_loss(model(x), y)
-        # Added to the gradient of one rank after it was reduced, the inf is in the shard of that rank alone.
-        with ampkit.scale_loss(loss, optimizer) as scaled:
+        with (
+            contextlib.nullcontext(loss) if where == "without a block" else ampkit.scale_loss(loss, optimizer) as scaled
+        ):
             scaled.backward()
-            if index == 1 and rank == 1:
-                model.head.weight.grad.to_local().fill_(math.inf)
+            if spoils and where == "in the block":
+                local(model.head.weight.grad).fill_(value)
+        if spoils and where != "in the block":
+            local(model.head.weight.grad).view(-1)[-1] = value
+        before = shards(model, optimizer)
         optimizer.step()
-        after = whole(model.state_dict())
-        moved = any(not torch.equal(after[name], before[name]) for name in after)
-        found.append((ampkit.step_was_skipped(optimizer), moved, ampkit.state_dict()["loss_scaler0"]["loss_scale"]))
+        collectives = len(calls)
+        after = shards(model, optimizer)
+        moved = len(before) != len(after) or not all(map(torch.equal, before, after))
+        scale = ampkit.state_dict()["loss_scaler0"]["loss_scale"]
+        found.append((ampkit.step_was_skipped(optimizer), moved, scale, collectives))
+    dist.all_reduce = all_reduce
+    assert all(value.isfinite().all() for value in whole(model.state_dict()).values())
     ampkit.close()
     return found
 
@@ -165,8 +202,6 @@ RESUMED = {
 
 def resumed(rank, case, folder):
     """Trained for two steps, saved, and trained for two more; and loaded into a new model and trained for the same two."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def run(model, optimizer, batches):
         for x, y in batches:
@@ -183,18 +218,14 @@ def resumed(rank, case, folder):
     batches = data(rank, steps=4)
     model, optimizer = fresh()
     run(model, optimizer, batches[:2])
-    weights, state = get_state_dict(model, optimizer)
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    assert {value.dtype for value in write_checkpoint(model, optimizer, folder).values()} == {torch.float32}
     saved = whole(model.state_dict())
     run(model, optimizer, batches[2:])
     straight = whole(model.state_dict())
     ampkit.close()
     model, optimizer = fresh()
     model(batches[0][0])  # what was gathered before is not used after loading
-    weights, state = get_state_dict(model, optimizer)
-    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    read_checkpoint(model, optimizer, folder)
     run(model, optimizer, batches[2:])
     again = whole(model.state_dict())
     ampkit.close()
@@ -211,60 +242,73 @@ def refusal(action):
     return None
 
 
-def refusals(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as torchs
+def torchs(model, policy=None):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    settings = {} if policy is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=policy)}
+    return sharded(model, "", fully_shard, **settings)
 
-    def initialize(model, level, make=torch.optim.AdamW, optimizer=None):
-        optimizer = make(model.parameters(), lr=0.1) if optimizer is None else optimizer
-        return ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
 
-    def shard_afterwards(level):
-        model, optimizer = initialize(Net(), level)
-        sharded(model, level)
-        with ampkit.scale_loss(model(torch.ones(2, 6)).sum(), optimizer) as scaled:
-            scaled.backward()
+def initialized(model, level, make=torch.optim.AdamW):
+    return ampkit.initialize(model, make(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
 
-    def optimizer_before():
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        initialize(sharded(model, "O5"), "O5", optimizer=optimizer)
 
-    def born_and_run():
-        model = sharded(Net().bfloat16(), "O1")
-        model(torch.ones(2, 6, dtype=torch.bfloat16))
-        initialize(model, "O1")
+def shard_afterwards(level):
+    model, optimizer = initialized(Net(), level)
+    sharded(model, level)
+    with ampkit.scale_loss(model(torch.ones(2, 6)).sum(), optimizer) as scaled:
+        scaled.backward()
 
-    return {
-        "torch's own at O1": refusal(lambda: initialize(sharded(Net(), "", torchs), "O1")),
-        "torch's own at O2": refusal(lambda: initialize(sharded(Net(), "", torchs), "O2")),
-        "torch's own at O5": refusal(lambda: initialize(sharded(Net(), "", torchs), "O5")),
-        "torch's own with a policy at O2": refusal(
-            lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O2")
-        ),
-        "torch's own with a policy at O5": refusal(
-            lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O5")
-        ),
-        "torch's own with a policy at O3": refusal(
-            lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O3")
-        ),
-        "torch's own with a policy at O1": refusal(
-            lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O1")
-        ),
-        "another level": refusal(lambda: initialize(sharded(Net(), "O5"), "O1")),
-        "after initialize at O1": refusal(lambda: shard_afterwards("O1")),
-        "after initialize at O5": refusal(lambda: shard_afterwards("O5")),
-        "optimizer before": refusal(optimizer_before),
-        "LAMB": refusal(lambda: initialize(sharded(Net(), "O1"), "O1", FusedLAMB)),
-        "bfloat16 that has run": refusal(born_and_run),
-        "tensor parallel at O2": refusal(lambda: initialize(parallelized(init_device_mesh("cpu", (2,))), "O2")),
-        "tensor parallel at O5": refusal(lambda: initialize(parallelized(init_device_mesh("cpu", (2,))), "O5")),
-        "mp_policy": refusal(lambda: fully_shard(Net(), opt_level="O5", mp_policy=bfloat16)),
-        "single parameter": refusal(lambda: fully_shard(Net(), opt_level="O5", keep_fp32="blocks.0.gate")),
-    }
+
+def optimizer_before():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(sharded(model, "O5"), optimizer, opt_level="O5", verbosity=0)
+
+
+def born_and_run():
+    model = sharded(Net().bfloat16(), "O1")
+    model(torch.ones(2, 6, dtype=torch.bfloat16))
+    initialized(model, "O1")
+
+
+AFTERWARDS = ("after initialize()", "fully_shard, then the optimizer")
+# name: (what is done, words of the error; None where there is none)
+REFUSALS = {
+    "torch's own at O1": (lambda: initialized(torchs(Net()), "O1"), None),
+    "torch's own at O2": (
+        lambda: initialized(torchs(Net()), "O2"),
+        ("'first.weight'", "its own dtype", "torch.bfloat16", "ampkit.parallel.fully_shard", "'O2'"),
+    ),
+    "torch's own at O5": (lambda: initialized(torchs(Net()), "O5"), None),
+    "torch's own with a policy at O2": (
+        lambda: initialized(torchs(Net(), torch.bfloat16), "O2"),
+        ("norm.weight'", "torch.float32", "groups of their own", "opt_level='O2'"),
+    ),
+    "torch's own with a policy at O5": (lambda: initialized(torchs(Net(), torch.bfloat16), "O5"), None),
+    "torch's own with a policy at O3": (lambda: initialized(torchs(Net(), torch.bfloat16), "O3"), None),
+    "torch's own with a policy at O1": (
+        lambda: initialized(torchs(Net(), torch.bfloat16), "O1"),
+        ("torch.bfloat16", "no mp_policy"),
+    ),
+    "another level": (lambda: initialized(sharded(Net(), "O5"), "O1"), ("torch.bfloat16", "O1", "no mp_policy")),
+    "after initialize at O1": (lambda: shard_afterwards("O1"), AFTERWARDS),
+    "after initialize at O5": (lambda: shard_afterwards("O5"), AFTERWARDS),
+    "optimizer before": (optimizer_before, ("SGD", "fully_shard, then the optimizer")),
+    "LAMB": (
+        lambda: initialized(sharded(Net(), "O1"), "O1", FusedLAMB),
+        ("FusedLAMB", "norm of each whole parameter", "AdamW"),
+    ),
+    "bfloat16 that has run": (born_and_run, ("before the first forward",)),
+    "mp_policy": (
+        lambda: fully_shard(Net(), opt_level="O5", mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy()),
+        ("mp_policy", "opt_level"),
+    ),
+    "single parameter": (
+        lambda: fully_shard(Net(), opt_level="O5", keep_fp32="blocks.0.gate"),
+        ("blocks.0.gate", "whole modules"),
+    ),
+}
 
 
 def born_in_bfloat16(rank):
@@ -305,31 +349,6 @@ def written_while_sharded(rank):
     outputs.append(twin(x).detach())
     ampkit.close()
     return {"outputs": outputs, "kept": kept}
-
-
-def parallelized(mesh):
-    from torch.distributed.tensor import parallel
-
-    model = Net(width=8)
-    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
-    for block in model.blocks:
-        parallel.parallelize_module(block, mesh, plan)
-    return model
-
-
-def tensor_parallel(level, mesh=None):
-    """Layers over two processes, which see the same batches; or without a mesh, one process."""
-    model = Net(width=8) if mesh is None else parallelized(mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for x, y in data():
-        optimizer.zero_grad()
-        backward(F.mse_loss(model(x), y), optimizer)
-        ampkit.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-    result = whole(model.state_dict())
-    ampkit.close()
-    return result
 
 
 def others(rank):
@@ -373,8 +392,6 @@ def others(rank):
             plain = block.forward
             block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
         found[f"checkpoints {level}"] = trained(level, OPTIMIZERS["AdamW"], rank, model=model)
-    for level in ("O0", "O1", "O4", "O5"):
-        found[f"tensor parallel {level}"] = tensor_parallel(level, init_device_mesh("cpu", (2,)))
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         found[f"mesh {shape}"] = trained("O5", OPTIMIZERS["FusedAdam"], rank, 0.5, mesh=mesh)
@@ -412,23 +429,19 @@ def work(rank):
     if folder.name.startswith("quick"):
         return {
             "cases": {case: run_case(rank, case) for case in QUICK},
-            "inf": {"O2 True": planted_inf(rank, "O2", True)},
+            "inf": {str(case): planted_inf(rank, *case) for case in QUICK_INFS},
             "written": written_while_sharded(rank),
         }
     if folder.name.startswith("cases"):
         return {
             "cases": {case: run_case(rank, case) for case in CASES},
-            "inf": {
-                f"{level} {fused}": planted_inf(rank, level, fused)
-                for level in ("O1", "O2", "O5")
-                for fused in (False, True)
-            },
+            "inf": {str(case): planted_inf(rank, *case) for case in INFS if case not in QUICK_INFS},
         }
     if folder.name.startswith("accumulated"):
         return {str(case): accumulated(rank, *case) for case in ACCUMULATIONS}
     return {
         "resumed": {case: resumed(rank, case, folder / case) for case in RESUMED},
-        "refusals": refusals(rank),
+        "refusals": {case: refusal(action) for case, (action, _) in REFUSALS.items()},
         "born": born_in_bfloat16(rank),
         "others": others(rank),
         "norms": norms(rank),
@@ -464,18 +477,7 @@ def everything(tmp_path_factory):
     return (*results_of_two_ranks(__file__, folder), folder)
 
 
-def movement(values, width=7):
-    start = Net(width).state_dict()
-    return torch.cat([(values[name].double() - start[name].double()).flatten() for name in start])
-
-
-def assert_moved_alike(found, expected, tolerance=0.02, width=7):
-    one, other = movement(found, width), movement(expected, width)
-    assert (one - other).norm() <= tolerance * other.norm(), ((one - other).norm(), other.norm())
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+START = Net().state_dict()
 
 
 def check_case(results, case):
@@ -483,23 +485,25 @@ def check_case(results, case):
     ranks = [rank["cases"][case] for rank in results]
     assert_equal(*ranks)
     alone = trained(level, OPTIMIZERS[name], clip=clip)
-    assert_moved_alike(ranks[0], alone, 1e-4 if level == "O0" else 0.02)
+    assert_moved_alike(ranks[0], alone, 1e-4 if level == "O0" else 0.04 if "compiled" in case else 0.02, START)
     if clip is not None:
         torch.testing.assert_close(ranks[0]["norms"], alone["norms"], rtol=1e-5 if level == "O0" else 0.02, atol=0)
 
 
 def check_inf(results, case):
-    ranks = [rank["inf"][case] for rank in results]
-    assert ranks[0] == ranks[1]
-    assert [(skipped, moved) for skipped, moved, _ in ranks[0]] == [(i == 1, i != 1) for i in range(4)]
-    scales = [scale for _, _, scale in ranks[0]]
-    assert scales == [scales[0]] + [scales[0] / 2] * 3
+    for rank in results:
+        found = rank["inf"][str(case)]
+        assert [(skipped, moved) for skipped, moved, _, _ in found] == [(i == 1, i != 1) for i in range(4)], case
+        scales, first = [scale for _, _, scale, _ in found], found[0][2]
+        assert scales == ([first] + 3 * [first / 2] if case[-1] == "in the block" else 4 * [first]), case
+        assert case[-1] == "in the block" or [collectives for *_, collectives in found] == 4 * [1], case
 
 
 def test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank(quick):
     for case in QUICK:
         check_case(quick, case)
-    check_inf(quick, "O2 True")
+    for case in QUICK_INFS:
+        check_inf(quick, case)
 
 
 def test_the_comparison_tells_the_joined_batch_from_one_ranks_own():
@@ -510,7 +514,7 @@ def test_the_comparison_tells_the_joined_batch_from_one_ranks_own():
         F.mse_loss(model(x), y).backward()
         optimizer.step()
     with pytest.raises(AssertionError):
-        assert_moved_alike(model.state_dict(), trained("O0", OPTIMIZERS["AdamW"]), 0.1)
+        assert_moved_alike(model.state_dict(), trained("O0", OPTIMIZERS["AdamW"]), 0.1, START)
 
 
 @pytest.mark.slow
@@ -520,7 +524,7 @@ def test_sharded_training_equals_one_process(cases, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [f"{level} {fused}" for level in ("O1", "O2", "O5") for fused in (False, True)])
+@pytest.mark.parametrize("case", [case for case in INFS if case not in QUICK_INFS], ids=str)
 def test_inf_in_one_shard_skips_on_every_rank(cases, case):
     check_inf(cases, case)
 
@@ -531,7 +535,7 @@ def test_accumulation_equals_one_process_whether_reduced_each_time_or_at_last(ac
     assert_equal(*ranks)
     level, fused, _, delayed = case
     alone = accumulated(None, level, fused, True, delayed)
-    assert_moved_alike(ranks[0], alone, 0.03)
+    assert_moved_alike(ranks[0], alone, 0.03, START)
 
 
 @pytest.mark.slow
@@ -544,7 +548,7 @@ def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, case)
     for rank in ranks:
         assert_equal(rank["straight"], rank["again"])
     assert_equal(ranks[0]["straight"], ranks[1]["straight"])
-    assert movement(ranks[0]["saved"]).norm() > 0
+    assert movement(ranks[0]["saved"], START).norm() > 0
     model = Net()
     with torch.no_grad():
         for param in model.parameters():
@@ -556,32 +560,11 @@ def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, case)
     assert_equal(dict(model.state_dict()), ranks[0]["saved"])
 
 
-REFUSALS = {
-    "torch's own at O1": None,
-    "torch's own at O2": ("'first.weight'", "its own dtype", "torch.bfloat16", "ampkit.parallel.fully_shard", "'O2'"),
-    "torch's own at O5": None,
-    "torch's own with a policy at O2": ("norm.weight'", "torch.float32", "groups of their own", "opt_level='O2'"),
-    "torch's own with a policy at O5": None,
-    "torch's own with a policy at O3": None,
-    "torch's own with a policy at O1": ("torch.bfloat16", "no mp_policy"),
-    "another level": ("torch.bfloat16", "O1", "no mp_policy"),
-    "after initialize at O1": ("after initialize()", "fully_shard, then the optimizer"),
-    "after initialize at O5": ("after initialize()", "fully_shard, then the optimizer"),
-    "optimizer before": ("SGD", "fully_shard, then the optimizer"),
-    "LAMB": ("FusedLAMB", "norm of each whole parameter", "AdamW"),
-    "bfloat16 that has run": ("before the first forward",),
-    "tensor parallel at O2": ("'blocks.0.up.weight'", "O1 or O4", "fully_shard"),
-    "tensor parallel at O5": None,
-    "mp_policy": ("mp_policy", "opt_level"),
-    "single parameter": ("blocks.0.gate", "whole modules"),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_is_refused_with_what_to_write(everything, case):
     for rank in everything[:2]:
-        found, words = rank["refusals"][case], REFUSALS[case]
+        found, (_, words) = rank["refusals"][case], REFUSALS[case]
         assert (found is None) if words is None else all(word in found for word in words), found
 
 
@@ -590,10 +573,7 @@ def test_sharded_model_that_came_in_bfloat16_trains_on_float32_shards(everything
     assert_equal(everything[0]["born"], everything[1]["born"])
     alone = trained("O5", OPTIMIZERS["AdamW"], model=Net().bfloat16())
     born = {name: value.bfloat16().float() for name, value in Net().state_dict().items()}
-    moved, expected = (
-        torch.cat([(values[name] - born[name]).flatten() for name in born]) for values in (everything[0]["born"], alone)
-    )
-    assert (moved - expected).norm() <= 0.02 * expected.norm()
+    assert_moved_alike(everything[0]["born"], alone, 0.02, born)
 
 
 def test_no_cast_of_a_gathered_weight_outlives_its_groups_forward(quick):
@@ -616,13 +596,10 @@ def test_norms_kept_modules_checkpoints_and_meshes(everything):
     assert one["kept"] == {0: "torch.float32", 1: "torch.bfloat16"}
     for level in ("O1", "O5"):
         assert_equal(one[f"checkpoints {level}"], other[f"checkpoints {level}"])
-        assert_moved_alike(one[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]))
-    for level in ("O0", "O1", "O4", "O5"):
-        assert_equal(one[f"tensor parallel {level}"], other[f"tensor parallel {level}"])
-        assert_moved_alike(one[f"tensor parallel {level}"], tensor_parallel(level), 1e-4 if level == "O0" else 0.02, 8)
+        assert_moved_alike(one[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]), 0.02, START)
     for shape in ((2, 1), (1, 2)):
         assert_equal(one[f"mesh {shape}"], other[f"mesh {shape}"])
-        assert_moved_alike(one[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5))
+        assert_moved_alike(one[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5), 0.02, START)
 
 
 @pytest.mark.slow

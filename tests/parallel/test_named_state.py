@@ -15,6 +15,7 @@ from helpers import (
     random_batch,
     results_of_two_ranks,
 )
+from ranks import read_checkpoint, write_checkpoint
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -149,18 +150,14 @@ def test_masters_written_in_place_by_checkpoint_load_reach_the_weights(tmp_path)
     """`torch.distributed.checkpoint.load` writes into the tensors that `get_state_dict` gave it."""
     model, optimizer = prepared("O2", "AdamW")
     train(model, optimizer, range(3))
-    weights, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "one", no_dist=True)
+    write_checkpoint(model, optimizer, tmp_path / "one", no_dist=True)
     expected = cloned(model.state_dict())
     train(model, optimizer, range(3, 5))
     straight = cloned(model.state_dict())
     ampkit.close()
 
     model, optimizer = prepared("O2", "AdamW")
-    weights, state = get_state_dict(model, optimizer)
-    read = {"model": weights, "optimizer": state}
-    checkpoint.load(read, checkpoint_id=tmp_path / "one", no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    read_checkpoint(model, optimizer, tmp_path / "one", no_dist=True)
     assert_equal_trees(cloned(model.state_dict()), expected)
     train(model, optimizer, range(3, 5))
     assert_equal_trees(model.state_dict(), straight)
@@ -183,14 +180,11 @@ def work(rank):
     for level in ("O1", "O2"):
         model, optimizer, called = ddp(level)
         train(model, optimizer, range(3), called, rank)
-        for kind in ("saved", "saved asynchronously"):
-            weights, state = get_state_dict(called, optimizer)
-            both = {"model": weights, "optimizer": state}
-            where = f"{folder}/{level} {kind}"
-            if kind == "saved":
-                checkpoint.save(both, checkpoint_id=where)
-            else:
-                pending = checkpoint.async_save(both, checkpoint_id=where, process_group=of_their_own)
+        write_checkpoint(called, optimizer, f"{folder}/{level} saved")
+        weights, state = get_state_dict(called, optimizer)
+        where = f"{folder}/{level} saved asynchronously"
+        both = {"model": weights, "optimizer": state}
+        pending = checkpoint.async_save(both, checkpoint_id=where, process_group=of_their_own)
         on_rank_0 = {}
         if rank == 0:
             on_rank_0 = cloned(get_optimizer_state_dict(called, optimizer))
@@ -201,10 +195,7 @@ def work(rank):
         for kind in ("saved", "saved asynchronously", "of rank 0, sent to all"):
             model, optimizer, called = ddp(level)
             if kind.startswith("saved"):
-                weights, state = get_state_dict(called, optimizer)
-                both = {"model": weights, "optimizer": state}
-                checkpoint.load(both, checkpoint_id=f"{folder}/{level} {kind}")
-                set_state_dict(called, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+                read_checkpoint(called, optimizer, f"{folder}/{level} {kind}")
             else:
                 train(model, optimizer, range(3), called, rank)
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

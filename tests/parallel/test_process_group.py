@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, net_with_norm, results_of_two_ranks
+from ranks import assert_equal, assert_moved_alike, batches_of_step, in_float32
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,12 +16,6 @@ from ampkit.optimizers import FusedAdam
 CASES = [
     (level, fused, delayed) for level in ("O1", "O2", "O5") for fused in (False, True) for delayed in (False, True)
 ]
-
-
-def data(step):
-    """Both ranks' batches."""
-    drawn = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(step))
-    return drawn[..., :6], drawn[..., 6:]
 
 
 def train(rank, case):
@@ -33,7 +28,7 @@ def train(rank, case):
     )
     skipped, scales = [], []
     for step in range(4):
-        x, y = (part[rank] for part in data(step))
+        x, y = (part[rank] for part in batches_of_step(step))
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         backward(loss * math.inf if (step, rank) == (1, 1) else loss, optimizer, delay_overflow_check=delayed)
@@ -87,7 +82,7 @@ def touched(rank, case, level, fused, through_masters):
     found = []
     for step in range(3):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        x, y = (part[rank] for part in data(step))
+        x, y = (part[rank] for part in batches_of_step(step))
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         spoiled = (step, rank) == (1, 1)
@@ -116,7 +111,7 @@ def checks_at_steps(rank, by_hand):
     ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
     parallel = model if by_hand else nn.parallel.DistributedDataParallel(model)
     for step in range(2):
-        x, y = (part[rank] for part in data(step))
+        x, y = (part[rank] for part in batches_of_step(step))
         optimizer.zero_grad()
         backward(F.mse_loss(parallel(x), y), optimizer)
         optimizer.step()
@@ -147,7 +142,7 @@ def a_rank_without_gradients(rank):
         optimizer.zero_grad()
         if (step, rank) != (0, 1):
             factor = math.inf if step == 0 else 1.0
-            scaler.scale(model(data(step)[0][rank]).float().square().mean() * factor).backward()
+            scaler.scale(model(batches_of_step(step)[0][rank]).float().square().mean() * factor).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -188,21 +183,10 @@ def test_overflow_on_one_rank_skips_on_both(results, case):
     one, other = (rank["cases"][str(case)] for rank in results)
     assert one["skipped"] == other["skipped"] == [False, True, False, False]
     assert one["scales"] == other["scales"] and one["scales"][1] == one["scales"][0] / 2
-    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    # Three steps of float32 on the joined batches of the steps that were taken.
-    twin = net_with_norm()
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.0 if case[1] else 1e-2)
-    start = {name: value.clone() for name, value in twin.state_dict().items()}
-    for step in (0, 2, 3):
-        optimizer.zero_grad()
-        x, y = (part.flatten(0, 1) for part in data(step))
-        F.mse_loss(twin(x), y).backward()
-        optimizer.step()
-    found, expected = (
-        torch.cat([(values[name] - start[name]).flatten() for name in start])
-        for values in (one["weights"], twin.state_dict())
-    )
-    assert (found - expected).norm() <= 0.05 * expected.norm()
+    assert_equal(one["weights"], other["weights"])
+    decay = 0.0 if case[1] else 1e-2
+    expected = in_float32(lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=decay), (0, 2, 3))
+    assert_moved_alike(one["weights"], expected, 0.05, net_with_norm().state_dict())
 
 
 @pytest.mark.slow
