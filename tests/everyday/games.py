@@ -133,22 +133,6 @@ def average_by_deepcopy_and_lerp(run):
     return {"losses": losses, "weights": way(), "averages": of_average()}
 
 
-@script()
-def averaged_model_of_torch(run):
-    model, optimizer, x, y = regression(lr=0.1, momentum=0.9)
-    run.begin(model, optimizer)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    schedule, losses = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3), []
-    way, of_average = way_of(model), way_of(average)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        average.update_parameters(model)
-        schedule.step()
-    losses.append(run.error(average, x, y))
-    return {"losses": losses, "weights": way(), "averages": of_average()}
-
-
 @script(ALL)
 def average_through_state_dict(run):
     model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
@@ -266,27 +250,6 @@ def ppo(run):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss)
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def dqn_with_a_target_network(run):
-    network = mlp(8, 64, 96, 4, act=nn.ReLU)
-    target = copy.deepcopy(network).requires_grad_(False)
-    optimizer = torch.optim.RMSprop(network.parameters(), lr=5e-4)
-    way, losses = way_of(network), []
-    run.begin(network, optimizer)
-    for index in range(9):
-        states, acts, rewards = some_steps(32, seed=index)
-        following = some_steps(32, seed=index + 50)[0]
-        with torch.no_grad(), run.casts():
-            goal = rewards + 0.9 * target(following).float().amax(1)
-        with run.casts():
-            values = network(states).float().gather(1, acts[:, None]).squeeze(1)
-        losses.append(F.smooth_l1_loss(values, goal))
-        run.learn(losses[-1], optimizer)
-        if index % 3 == 2:
-            target.load_state_dict(network.state_dict())
     return {"losses": losses, "weights": way()}
 
 

@@ -26,50 +26,6 @@ def average_by_lerp_with_casts_off(run):
     return stepped(run, edit, times=30) | {"averages": average.values()}
 
 
-class Centred(torch.optim.Optimizer):
-    """An optimizer with state like the gradients: RMSprop with a mean, as people write it."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad, self.state[p]
-                if not state:
-                    state["mean"], state["square"] = torch.zeros_like(grad), torch.zeros_like(grad)
-                state["mean"].mul_(0.99).add_(grad, alpha=0.01)
-                state["square"].mul_(0.999).addcmul_(grad, grad, value=0.001)
-                p.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-2), value=-group["lr"])
-
-
-@script(ALL)
-def own_optimizer_with_state_like_gradients(run):
-    return learned_by(run, Centred, times=30, lr=0.05)
-
-
-class WatchingSGD(torch.optim.SGD):
-    """Adds something of its own to torch's step: a slow average of gradients, amplified."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.averages = getattr(self, "averages", {})
-        for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.averages.setdefault(p, torch.zeros_like(p.grad))
-                mean.lerp_(p.grad, 0.01)
-                p.grad.add_(mean, alpha=2.0)
-        return super().step(closure)
-
-
-@script()
-def subclass_that_adds_to_the_step(run):
-    return learned_by(run, WatchingSGD, times=20, lr=0.05)
-
-
 @script()
 def lbfgs(run):
     model, _, x, y = regression()
@@ -164,26 +120,6 @@ def gradients_shared_once(run):
     return handed_over(run, hand_over, set_to_none=False)
 
 
-@script()
-def layers_frozen_by_turns(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, seen = way_of(model), [], []
-    run.begin(model, optimizer)
-    for index in range(9):
-        for p in model[0].parameters():
-            p.requires_grad_(index % 3 != 2)
-        losses.append(run.error(model, x, y))
-        if index % 3 == 2:  # what is left there from before
-            seen += [p.grad.abs() for p in model[0].parameters()]
-        for p in model[2].parameters():
-            p.grad = None
-        run.backward(losses[-1], optimizer)
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"losses": losses, "weights": way(), "seen": seen}
-
-
 # -- steps made of gradients
 
 
@@ -211,20 +147,6 @@ class Projected(torch.optim.Optimizer):
 @script()
 def galore_as_a_class(run):
     return learned_by(run, Projected, times=8, rows=96)
-
-
-@script()
-def galore_as_a_class_beside_the_session(run):
-    """Its optimizer is not given to initialize."""
-    model, optimizer, x, y = regression(rows=96, make=Projected)
-    way, losses = way_of(model), []
-    run.begin(model)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
 
 def clipped(run, clip):

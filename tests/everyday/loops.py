@@ -191,21 +191,6 @@ def two_threads_go_backward_at_once(run):
     return {"gradients": [p.grad for p in model.parameters()]}
 
 
-@script()
-def backward_to_some_inputs(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        with run.block(losses[-1], optimizer) as scaled:
-            scaled.backward(inputs=list(model[index % 2 * 2].parameters()), retain_graph=True)
-        run.backward(losses[-1] / 2, optimizer)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
-
-
 # -- hooks, and gradients that a script puts in or takes out
 
 
@@ -242,23 +227,6 @@ def masks_by_hooks_before_initialize(run):
         losses.append(run.error(model, x, y))
         run.learn(losses[-1], optimizer)
     return {"losses": losses, "weights": way()}
-
-
-@script()
-def hook_that_comes_and_goes(run):
-    model, optimizer, x, y = regression()
-    seen, losses, way = [], [], way_of(model)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for index in range(9):
-        losses.append(run.error(model, x, y))
-        handles = []
-        if index % 3 == 1:
-            for p in model.parameters():
-                handles.append(p.register_hook(lambda grad: seen.append(grad.clone()) or grad * 0.5))
-        run.learn(losses[-1], optimizer)
-        for handle in handles:
-            handle.remove()
-    return {"losses": losses, "weights": way(), "seen": sorted(seen, key=torch.numel)}
 
 
 class Halves(torch.autograd.Function):

@@ -222,35 +222,6 @@ def recomputed_blocks_reentrant(run):
 # -- images, and layers whose weights are made
 
 
-class TwoTowers(nn.Module):
-    """Pictures and words, a learned temperature, and the loss inside of `forward`."""
-
-    def __init__(self):
-        super().__init__()
-        self.pictures, self.words = mlp(64, 96, 32), mlp(48, 96, 32, seed=1)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x, y):
-        x, y = F.normalize(self.pictures(x), dim=-1), F.normalize(self.words(y), dim=-1)
-        scores = self.scale.exp() * x @ y.t()
-        labels = torch.arange(len(x))
-        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
-
-
-@script(ALL)
-def two_towers_with_a_temperature(run):
-    model, noise = TwoTowers(), noise_of(48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = noise(32, 64)
-    y, way, losses = x[:, :48] + 0.1 * noise(32, 48), way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        with run.casts():
-            losses.append(model(x, y).float())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
-
-
 @script(ALL)
 def letters_by_ctc(run):
     torch.manual_seed(53)
@@ -414,10 +385,10 @@ def encoder_of_torch(run):
 
 
 class Tables(nn.Module):
-    def __init__(self, **settings):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(41)
-        self.one, self.bag = nn.Embedding(200, 32, padding_idx=0, **settings), nn.EmbeddingBag(200, 32, mode="mean")
+        self.one, self.bag = nn.Embedding(200, 32, padding_idx=0), nn.EmbeddingBag(200, 32, mode="mean")
         self.mix = mlp(64, 96, 2)
 
     def forward(self, tokens):
@@ -430,24 +401,6 @@ def tables_of_words(run):
     tokens[:, ::4] = 7
     tokens[:, :3] = 0
     return trained(run, Tables(), tokens, y, lr=0.05)
-
-
-@script()
-def sparse_gradients_of_a_table(run):
-    tokens, y = some_tokens(16, 30, tokens=200).sort(1).values, noise_of(42)(16, 2)
-    model = Tables(sparse=True)
-    optimizers = [torch.optim.SparseAdam([model.one.weight], lr=1e-3)]
-    optimizers.append(torch.optim.Adam([p for p in model.parameters() if p is not model.one.weight], lr=1e-3))
-    way, losses = way_of(model), []
-    run.begin(model, optimizers)
-    for _ in range(6):
-        losses.append(run.error(model, tokens, y))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        run.backward(losses[-1], optimizers)
-        for optimizer in optimizers:
-            optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad.to_dense() for p in model.parameters()]}
 
 
 @script()
@@ -472,16 +425,3 @@ def weights_rounded_straight_through(run):
     torch.manual_seed(45)
     x = noise_of(46)(32, 64)
     return trained(run, nn.Sequential(Quantized(64, 96), nn.Tanh(), Quantized(96, 64)), x, x.sin(), lr=0.5, times=4)
-
-
-@script(ALL)
-def adversarial_training(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        nearby = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(run.error(model, nearby, y), nearby)
-        losses.append(run.error(model, x + 0.1 * slope / slope.norm(dim=1, keepdim=True), y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
