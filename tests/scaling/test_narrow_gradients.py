@@ -276,12 +276,22 @@ def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum():
     assert table.weight.grad[3, 0] == 1000.0 and table.weight.grad[4, 0] == 0.0
 
 
-def test_a_table_takes_indices_of_32_bits():
-    table = nn.Embedding(100, 64)
+@pytest.mark.parametrize(
+    ("settings", "dtype", "stored", "twice"),
+    [
+        ({}, torch.int32, NARROW, 2.0),
+        ({"sparse": True}, torch.int64, WIDE, 2.0),
+        ({"scale_grad_by_freq": True}, torch.int64, WIDE, 1.0),
+    ],
+    ids=["indices of 32 bits", "sparse", "by frequency"],
+)
+def test_a_tables_gradient_is_what_its_settings_say(settings, dtype, stored, twice):
+    table = nn.Embedding(100, 64, **settings)
     ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
-    table(torch.tensor([1, 1, 7], dtype=torch.int32)).sum().backward()
-    assert stored_gradient(table.weight).dtype is NARROW
-    assert table.weight.grad[:, 0].tolist() == [{1: 2.0, 7: 1.0}.get(row, 0.0) for row in range(100)]
+    table(torch.tensor([1, 1, 7], dtype=dtype)).sum().backward()
+    assert stored_gradient(table.weight).dtype is stored
+    assert table.weight.grad.is_sparse is settings.get("sparse", False)
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [{1: twice, 7: 1.0}.get(row, 0.0) for row in range(100)]
 
 
 @pytest.mark.parametrize("closes", [True, False])
