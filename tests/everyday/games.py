@@ -133,6 +133,22 @@ def average_by_deepcopy_and_lerp(run):
     return {"losses": losses, "weights": way(), "averages": of_average()}
 
 
+@script()
+def averaged_model_of_torch(run):
+    model, optimizer, x, y = regression(lr=0.1, momentum=0.9)
+    run.begin(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    schedule, losses = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3), []
+    way, of_average = way_of(model), way_of(average)
+    for _ in range(10):
+        losses.append(run.error(model, x, y))
+        run.learn(losses[-1], optimizer)
+        average.update_parameters(model)
+        schedule.step()
+    losses.append(run.error(average, x, y))
+    return {"losses": losses, "weights": way(), "averages": of_average()}
+
+
 @script(ALL)
 def average_through_state_dict(run):
     model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)

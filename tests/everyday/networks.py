@@ -293,10 +293,10 @@ def encoder_of_torch(run):
 
 
 class Tables(nn.Module):
-    def __init__(self):
+    def __init__(self, **settings):
         super().__init__()
         torch.manual_seed(41)
-        self.one, self.bag = nn.Embedding(200, 32, padding_idx=0), nn.EmbeddingBag(200, 32, mode="mean")
+        self.one, self.bag = nn.Embedding(200, 32, padding_idx=0, **settings), nn.EmbeddingBag(200, 32, mode="mean")
         self.mix = mlp(64, 96, 2)
 
     def forward(self, tokens):
@@ -309,6 +309,24 @@ def tables_of_words(run):
     tokens[:, ::4] = 7
     tokens[:, :3] = 0
     return trained(run, Tables(), tokens, y, lr=0.05)
+
+
+@script()
+def sparse_gradients_of_a_table(run):
+    tokens, y = some_tokens(16, 30, tokens=200).sort(1).values, noise_of(42)(16, 2)
+    model = Tables(sparse=True)
+    optimizers = [torch.optim.SparseAdam([model.one.weight], lr=1e-3)]
+    optimizers.append(torch.optim.Adam([p for p in model.parameters() if p is not model.one.weight], lr=1e-3))
+    way, losses = way_of(model), []
+    run.begin(model, optimizers)
+    for _ in range(6):
+        losses.append(run.error(model, tokens, y))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        run.backward(losses[-1], optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"losses": losses, "weights": way(), "gradients": [p.grad.to_dense() for p in model.parameters()]}
 
 
 @script()

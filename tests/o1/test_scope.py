@@ -5,6 +5,8 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -129,6 +131,22 @@ def test_backward_of_functions_and_recomputation_is_as_their_forward_and_hooks_a
 
     initialized(Net(4, 4))(torch.randn(2, 4)).sum().backward()
     assert seen == {"function": LOW, "block": [LOW, LOW], "hook": torch.float32}
+
+
+def test_trains_as_at_process_scope():
+    x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+    losses = {}
+    for scope in ("process", "forward"):
+        torch.manual_seed(0)
+        model, optimizer = initialize_quietly(Watched(), lambda p: torch.optim.SGD(p, lr=0.1), "O1", scope=scope)
+        for _ in range(5):
+            loss = F.cross_entropy(model(x), y)
+            backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(scope, []).append(loss.item())
+        ampkit.close()
+    assert losses["forward"] == pytest.approx(losses["process"], rel=1e-6)
 
 
 def test_forward_in_another_thread_is_cast():

@@ -210,10 +210,13 @@ def detector(cls):
     backbone = detection.backbone_utils.mobilenet_backbone(
         backbone_name="mobilenet_v3_small", weights=None, fpn=True, trainable_layers=6
     )
-    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,)), ((0.5, 1.0, 2.0),) * 3)
-    # The heads say the number of classes; they are a hundredth of torchvision's.
-    sizes = {"num_classes": None, "min_size": 64, "max_size": 64}
+    ratios = (0.5, 1.0, 2.0) if cls in (detection.FasterRCNN, detection.MaskRCNN) else (1.0,)
+    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,)), (ratios,) * 3)
+    sizes = {"num_classes": 4, "min_size": 64, "max_size": 64}
+    if cls not in (detection.FasterRCNN, detection.MaskRCNN):
+        return cls(backbone, anchor_generator=anchors, score_thresh=0.0, detections_per_img=5, **sizes)
     few = {f"rpn_{when}_nms_top_n_{mode}": 20 for when in ("pre", "post") for mode in ("train", "test")}
+    sizes["num_classes"] = None  # the heads say it, which are a hundredth of torchvision's
     few |= {"box_head": faster_rcnn.TwoMLPHead(256 * 49, 32), "box_predictor": faster_rcnn.FastRCNNPredictor(32, 4)}
     if cls is detection.MaskRCNN:
         few["mask_head"] = detection.mask_rcnn.MaskRCNNHeads(256, (16,), 1)
@@ -232,19 +235,23 @@ def targets():
     return [{"boxes": corners, "labels": torch.tensor([1, 2]), "masks": masks} for _ in range(2)]
 
 
+class Wrapped(nn.Module):
+    """A detector inside another model: its targets come in lower precision where the outer model's inputs are cast."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images, targets=None):
+        return self.detector(images, targets)
+
+
 def losses_of(model):
     torch.manual_seed(5)  # anchors and proposals are drawn
     return model.train()(pictures(), targets())
 
 
-TWO_STAGE = itertools.product([detection.FasterRCNN, detection.MaskRCNN], ["O1", "O2", "O4", "O5"])
-
-
-@pytest.mark.parametrize(
-    "cls, level", others_slow((detection.MaskRCNN, "O1"), (detection.FasterRCNN, "O2"), of=TWO_STAGE)
-)
-def test_detector_trains_and_evaluates(cls, level):
-    model = detector(cls)
+def check_training(model, level):
     expected = losses_of(model)
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -263,3 +270,26 @@ def test_detector_trains_and_evaluates(cls, level):
     assert all(one["boxes"].isfinite().all() and one["boxes"].shape[1] == 4 for one in found)
     assert sum(len(one["boxes"]) for one in found) > 0
     ampkit.close()
+
+
+TWO_STAGE = itertools.product([detection.FasterRCNN, detection.MaskRCNN], ["O1", "O2", "O4", "O5"])
+ONE_STAGE = itertools.product([detection.RetinaNet, detection.FCOS], ["O1", "O2"])
+
+
+@pytest.mark.parametrize(
+    "cls, level", others_slow((detection.MaskRCNN, "O1"), (detection.FasterRCNN, "O2"), of=TWO_STAGE)
+)
+def test_detector_trains_and_evaluates(cls, level):
+    check_training(detector(cls), level)
+
+
+@pytest.mark.parametrize("cls, level", others_slow((detection.RetinaNet, "O2"), (detection.FCOS, "O1"), of=ONE_STAGE))
+def test_one_stage_detector_trains_and_evaluates(cls, level):
+    check_training(detector(cls), level)
+
+
+@pytest.mark.parametrize("level", others_slow("O2", of=["O2", "O5"]))
+def test_detector_inside_another_model_trains(level):
+    model = Wrapped(detector(detection.FasterRCNN))
+    check_training(model, level)
+    assert not model.detector.roi_heads._forward_pre_hooks
