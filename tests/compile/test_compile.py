@@ -291,11 +291,14 @@ HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function
 
 
 @pytest.mark.parametrize(
-    ("compiled", "given"), [*((how, "the model") for how in HOW), (compiled_module, "what is compiled")]
+    ("compiled", "given", "level"),
+    [
+        *((how, "the model", level) for how in HOW for level in ("O1", "O2")),
+        *((compiled_module, "what is compiled", level) for level in LEVELS),
+    ],
 )
 @pytest.mark.parametrize("called_before", others_slow(True, of=[False, True]))
-@pytest.mark.parametrize("level", LEVELS)
-def test_compiled_before_initialize_is_as_compiled_after(level, called_before, compiled, given):
+def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled, given, level):
     want = train_eagerly(make_mlp, level)
     torch.manual_seed(0)
     model, inputs, targets = make_mlp()
