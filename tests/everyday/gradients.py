@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ampkit
 
-from . import ALL, learn, learned_by, mlp, regression, script, stepped, way_of
+from . import ALL, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- what scripts make of gradients
 
@@ -605,3 +605,70 @@ def gradients_read_after_close(run):
 @script(("O5",))  # at O1 and O4 torch puts autocast back when the region ends
 def gradients_read_after_close_in_inference_mode(run):
     return closed_on_the_way(run, torch.inference_mode)
+
+
+@script()
+def pcgrad(run):
+    model, optimizer, x, y = regression()
+    way, losses = way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(8):
+        with run.casts():
+            output = model(x)
+        of_tasks = [F.mse_loss(output[:, index].float(), y[:, index]) for index in range(2)]
+        found = []
+        for index, loss in enumerate(of_tasks):
+            optimizer.zero_grad()
+            with run.block(loss, optimizer) as scaled:
+                scaled.backward(retain_graph=index == 0)
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        losses += of_tasks
+        projected = [g.clone() for g in found]
+        for one, other in ((0, 1), (1, 0)):
+            inner = torch.dot(projected[one], found[other])
+            if inner < 0:
+                projected[one] -= inner * found[other] / found[other].norm() ** 2
+        merged = torch.stack(projected).mean(0)
+        for p, part in zip(model.parameters(), merged.split([p.numel() for p in model.parameters()])):
+            p.grad = part.view_as(p)
+        optimizer.step()
+    return {"losses": losses, "weights": way()}
+
+
+@script()
+def galore(run):
+    basis, mean = {}, {}
+
+    def edit(model):
+        p = model[0].weight
+        if not basis:
+            basis[p] = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :2]
+        low = basis[p].T @ p.grad
+        mean[p] = mean[p].lerp(low, 0.5) if mean else low
+        p.grad = basis[p] @ mean[p]
+
+    return stepped(run, edit, rows=96)
+
+
+def orthogonal(g, steps=3):
+    x = g / (g.norm() + 1e-7)
+    for _ in range(steps):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return x
+
+
+@script()
+def muon(run):
+    model, x = mlp(64, 96, 64), noise_of(26)(128, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    y, way, losses, momentum = x.roll(1, 1).sin(), way_of(model), [], {}
+    run.begin(model, optimizer)
+    for _ in range(6):
+        losses.append(run.error(model, x, y))
+        run.gradients(losses[-1], model, optimizer)
+        for p in model.parameters():
+            if p.ndim == 2:
+                momentum[p] = momentum.get(p, torch.zeros_like(p.grad)).mul_(0.9).add_(p.grad)
+                p.grad.copy_(orthogonal(p.grad.add(momentum[p], alpha=0.9)))
+        optimizer.step()
+    return {"losses": losses, "weights": way()}

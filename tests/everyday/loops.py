@@ -569,3 +569,30 @@ def grad_scaler_that_is_off(run):
         scaler.step(optimizer)
         scaler.update()
     return {"losses": losses, "weights": way()}
+
+
+@script()
+def asam(run):
+    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
+    way, losses, state = way_of(model), [], {}
+    run.begin(model, optimizer)
+    for _ in range(6):
+        losses.append(run.error(model, x, y))
+        run.backward(losses[-1], optimizer)
+        with torch.no_grad():
+            scales = [p.detach().abs().add_(0.01) for p in model.parameters()]
+            for p, scale in zip(model.parameters(), scales):
+                p.grad.mul_(scale)
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() + 1e-16
+            for p, scale in zip(model.parameters(), scales):
+                state[p] = p.grad.mul_(scale).mul_(0.3 / norm)
+                p.add_(state[p])
+        optimizer.zero_grad()
+        losses.append(run.error(model, x, y))
+        run.backward(losses[-1], optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(state[p])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "weights": way()}

@@ -366,3 +366,94 @@ def prompt_for_a_frozen_model(run):
         losses.append(F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()))
         run.learn(losses[-1], optimizer)
     return {"losses": losses, "weights": [prompt.detach() - start]}
+
+
+class Field(nn.Module):
+    """Colours along rays, from cameras whose poses are learned."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(13)
+        self.turns, self.shifts = nn.Embedding(6, 3), nn.Parameter(torch.zeros(6, 3))
+        nn.init.zeros_(self.turns.weight)
+        self.net = mlp(39, 96, 64, 4, act=nn.ReLU)
+
+    def forward(self, cameras, directions):
+        x, y, z = self.turns(cameras).unbind(-1)
+        zero = torch.zeros_like(x)
+        skew = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).view(-1, 3, 3)
+        directions = (torch.matrix_exp(skew) * directions[:, None]).sum(-1)
+        depths = torch.linspace(0.5, 2.0, 6)
+        points = self.shifts[cameras][:, None] + depths[:, None] * directions[:, None]
+        angles = points[..., None] * 2.0 ** torch.arange(6)
+        features = torch.cat([points, angles.sin().flatten(-2), angles.cos().flatten(-2)], -1)
+        *colours, density = self.net(features).float().unbind(-1)
+        opacity = 1 - torch.exp(-F.softplus(density) * 0.3)
+        passed = torch.cumprod(torch.cat([torch.ones(len(opacity), 1), 1 - opacity[:, :-1]], 1), 1)
+        return (torch.stack(colours, -1).sigmoid() * (opacity * passed)[..., None]).sum(1)
+
+
+@script()
+def field_with_learned_cameras(run):
+    model = Field()
+    groups = [{"params": model.net.parameters()}, {"params": [model.turns.weight, model.shifts], "lr": 1e-3}]
+    optimizer = torch.optim.Adam(groups, lr=2e-3)
+    noise, losses = noise_of(14), []
+    way, of_turns, of_shifts = way_of(model.net), way_of(model.turns), model.shifts.detach().clone()
+    run.begin(model, optimizer)
+    for index in range(8):
+        cameras, directions = some_tokens(48, seed=index, tokens=6), F.normalize(noise(48, 3), dim=1)
+        wanted = (3 * directions + cameras[:, None] / 3).sin() / 2 + 0.5
+        with run.casts():
+            colours = model(cameras, directions)
+        losses.append(F.mse_loss(colours, wanted))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way(), "turns": of_turns(), "shifts": [model.shifts.double() - of_shifts]}
+
+
+class Codes(nn.Module):
+    """A table of codes, in buffers, that follow the averages of what they stand for."""
+
+    def __init__(self):
+        super().__init__()
+        table = 0.3 * noise_of(15)(16, 32)
+        self.register_buffer("table", table)
+        self.register_buffer("counts", torch.ones(16))
+        self.register_buffer("sums", table.clone())
+
+    def forward(self, z):
+        flat_z = z.detach().float()
+        apart = flat_z.square().sum(1, keepdim=True) - 2 * flat_z @ self.table.T + self.table.square().sum(1)
+        chosen = F.one_hot(apart.argmin(1), 16).type_as(flat_z)
+        codes = chosen @ self.table
+        if self.training:
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.sums.mul_(0.9).add_(chosen.T @ flat_z, alpha=0.1)
+            self.table.copy_(self.sums / (self.counts + 1e-5)[:, None])
+        return z + (codes.float() - z).detach(), F.mse_loss(z.float(), codes.float().detach())
+
+
+class CodedAutoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.codes = mlp(64, 96, 32), mlp(32, 96, 64, seed=1), Codes()
+
+    def forward(self, x):
+        codes, commitment = self.codes(self.encoder(x))
+        return self.decoder(codes), commitment
+
+
+@script(ALL)
+def vq_vae_with_averaged_codes(run):
+    model = CodedAutoencoder()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    centres = 2 * noise_of(16)(8, 64)
+    way, noise, losses = way_of(model), noise_of(17), []
+    run.begin(model, optimizer)
+    for index in range(6):
+        x = centres[some_tokens(48, seed=index, tokens=8)] + 0.1 * noise(48, 64)
+        with run.casts():
+            output, commitment = model(x)
+        losses.append(F.mse_loss(output.float(), x) + 0.25 * commitment.float())
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way(), "codes": [model.codes.table]}
