@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import backward
+from helpers import backward, net_with_norm, random_batch
+from torch.optim.swa_utils import AveragedModel
 
 import ampkit
 from ampkit.integrations.clipping import updated
@@ -52,3 +54,72 @@ def test_clipping_by_value_is_done_in_float32():
     torch.nn.utils.clip_grad_value_(updated([optimizer], model.parameters()), 0.1)
     optimizer.step()
     assert model.state_dict()["weight"].tolist() == [[pytest.approx(0.9, abs=1e-7)] * 2]  # 0.1 is 0.1001 in bfloat16
+
+
+def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks, monkeypatch):
+    """What it asks of models and sessions, in the order in which Lightning calls it, with a stand-in for its base class."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.norm = net_with_norm(), torch.nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.norm(self.part(x))
+
+    class Precision:
+        def backward(self, tensor, *_):
+            tensor.backward()
+
+        def _wrap_closure(self, model, optimizer, closure):
+            return closure()
+
+    class WeightAveraging:
+        """Lightning's: what stands behind the weights is not written to."""
+
+        def _copy_average_to_current(self, module):
+            for average, current in zip(self._average_model.module.parameters(), module.parameters()):
+                current.data.copy_(average.data)
+
+    stand_in = SimpleNamespace(
+        plugins=SimpleNamespace(Precision=Precision), callbacks=SimpleNamespace(WeightAveraging=WeightAveraging)
+    )
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
+    monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(pytorch=stand_in))
+    precision = importlib.import_module("ampkit.integrations.lightning").AmpkitPrecision("O2", verbosity=0)
+    net = Net()
+    averaging = WeightAveraging()
+    net.trainer = SimpleNamespace(callbacks=[object(), averaging])
+    averaging._average_model = AveragedModel(Net())
+    averaged = {name: value.clone().add_(1) for name, value in averaging._average_model.module.state_dict().items()}
+    averaging._average_model.module.load_state_dict(averaged)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision.connect(net, [optimizer], [])
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def closure():
+        with precision.forward_context():
+            loss = net.norm(net.part(random_batch()[0])).float().sum() * torch.inf  # parts of it, and not its forward
+        optimizer.zero_grad()
+        precision.backward(loss, net, optimizer)
+
+    precision.optimizer_step(optimizer, net, closure)
+    assert ampkit.step_was_skipped(optimizer)
+    after, statistics = net.state_dict(), {name for name, _ in net.named_buffers()}
+    assert all(torch.equal(value, before[name]) for name, value in after.items() if name not in statistics)
+    assert all(value.isfinite().all() for value in after.values())
+    state = precision.state_dict()
+    assert state["loss_scaler0"]["loss_scale"] == 2.0**15
+    precision.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}})
+    averaging._swap_models(net)  # for a validation
+    averaging._swap_models(net)
+    after, statistics = net.state_dict(), {name for name, _ in net.named_buffers()}
+    assert all(torch.equal(value, before[name]) for name, value in after.items() if name not in statistics)
+    assert all(value.isfinite().all() for value in after.values())
+    averaging._copy_average_to_current(net)
+    precision.teardown()
+    assert all(torch.equal(value, averaged[name]) for name, value in net.state_dict().items())
+    assert vars(averaging).keys() == {"_average_model"}
+    assert precision.state_dict()["loss_scaler0"]["loss_scale"] == 64.0
+    assert {param.dtype for param in net.parameters()} == {torch.float32}
+    sys.modules.pop("ampkit.integrations.lightning")  # the next one is for the Lightning that is there

@@ -411,6 +411,32 @@ def test_device_types_that_change_inside_a_region_are_cast_after_it():
     assert as_torch_is() and not torch.is_autocast_enabled("xpu")
 
 
+def test_step_in_one_thread_leaves_a_forward_in_another_alone():
+    model = nn.Linear(64, 64)
+    other = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    (model, other), optimizer = initialized([model, other], optimizer)
+    stop, dtypes, errors = threading.Event(), set(), []
+
+    def forward():
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    dtypes.add(other(torch.randn(8, 64)).dtype)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    for _ in range(200):
+        backward(model(torch.randn(8, 64)).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    stop.set()
+    thread.join()
+    assert dtypes == {LOW} and not errors
+
+
 def test_closure_is_cast_and_the_step_around_it_is_not():
     model = nn.Linear(4, 4)
     seen = []
