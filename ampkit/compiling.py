@@ -48,8 +48,8 @@ class CompiledModels:
     """The initialized models whose forward is in compiled code, and what is done for them before that code runs.
 
     Every call of a compiled function or module, whenever it was compiled, asks ``_callback_from_stance`` what to do with
-    the frames that follow; that is where `before_call` is run. When it raises, the call is left uncompiled: the model's
-    own forward then raises the same error, and nothing of dynamo's is left half set up.
+    the frames that follow; that is where this is done. When it raises, the call is left uncompiled: the model's own forward
+    then raises the same error, and nothing of dynamo's is left half set up.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,10 @@ class CompiledModels:
 
     def before_each_call(self, action: Callable[[], None]) -> None:
         """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
-        self._before_calls[action] = action
-        self._watch_calls()
+        self._do_before_calls(action, action)
 
     def not_before_calls(self, action: Any) -> None:
-        """Undo `before_each_call`."""
+        """Undo `before_each_call`, or `note` by a reference to its model."""
         self._before_calls.pop(action, None)
         if not self._before_calls:
             self._patches.restore()
@@ -74,19 +73,10 @@ class CompiledModels:
         """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
         before_forward(model)
         ref = weakref.ref(model, self.not_before_calls)
-        self._before_calls[ref] = lambda: (alive := ref()) is None or before_forward(alive)
-        self._watch_calls()
+        self._do_before_calls(ref, lambda: (alive := ref()) is None or before_forward(alive))
 
-    def forget(self, model: nn.Module) -> None:
-        """``model`` is not initialized any more."""
-        self.not_before_calls(weakref.ref(model))
-
-    def before_call(self) -> None:
-        """Do what precedes a forward, for every model whose forward is in compiled code."""
-        for action in tuple(self._before_calls.values()):
-            action()
-
-    def _watch_calls(self) -> None:
+    def _do_before_calls(self, key: Any, action: Callable[[], Any]) -> None:
+        self._before_calls[key] = action
         # Where no optimizer has loaded dynamo yet, the first trace through a model comes here again.
         if self._is_watching or "torch._dynamo" not in sys.modules:
             return
@@ -96,7 +86,8 @@ class CompiledModels:
         def callback_from_stance(callback: Any) -> Any:
             if callback is not None and callback is not False:
                 try:
-                    self.before_call()
+                    for action in tuple(self._before_calls.values()):
+                        action()
                 except Exception:
                     return None
             return original(callback)

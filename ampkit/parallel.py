@@ -72,7 +72,7 @@ def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, 
 
     if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
-    kept = Kept(module, resolved.keep_batchnorm_fp32 is not False, resolved.keep_fp32)
+    kept = Kept(module, resolved)
     in_kept = {param for one in kept.modules for param in one.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
     if alone:

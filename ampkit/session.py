@@ -40,8 +40,8 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
-from .models.float32_values import Float32Value, lower_entries
-from .models.incoming import Incoming, held_by, widen_models
+from .models.float32_values import value_of
+from .models.incoming import Incoming, widen_models
 from .models.preparing import Originals, prepare_models
 from .models.records import LeftAs, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, lying
@@ -116,10 +116,7 @@ class Session:
 
     def owns(self, thing: Any) -> bool:
         """Whether this model or optimizer was given to it."""
-        for ref in (*self._optimizers, *self._models):  # not any(): asked in every iteration
-            if ref() is thing:
-                return True
-        return False
+        return any(ref() is thing for ref in (*self._optimizers, *self._models))
 
     def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """The models of this session that are no part of ``models`` and yet share modules or parameters with them."""
@@ -150,26 +147,25 @@ class Session:
 
     def _prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         plan, undo = self.plan, self._undo
-        undo.callback(self._forget_traces)
+        undo.callback(forget_traces)  # compiled code must hold the forwards of these models as they are now
         if plan.verbosity >= 1:
-            stdout_lines.attach()
-            undo.callback(stdout_lines.detach)
+            stdout_lines.acquire()
+            undo.callback(stdout_lines.release)
             self._log_banner()
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
             widen_models(self.incoming, models, optimizers, plan)
         originals: Originals = {}
-        trained = None
-        if plan.stores_what_is_trained and optimizers:
-            trained = {param for param in held_by(optimizers) if param.requires_grad}
-        prepare_models(models, plan, trained, originals, undo)
-        self._watch(models)
+        prepare_models(models, optimizers, plan, originals, undo)
+        for model in models:
+            self._left_as[model] = parameters_now(model)
+            watchers[model] = self
         self._patch_torch()
         self._prepare_optimizers(optimizers)
         if plan.casts_calls:
             self._start_casting()
-        self._forget_traces()
+        forget_traces()
         lying.clear()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
@@ -212,15 +208,9 @@ class Session:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
         self._undo.callback(undo, *args)
 
-    def _forget_traces(self) -> None:
-        """Compiled code that holds a forward of these models must hold it as it is now."""
-        if self.models:
-            forget_traces()
-
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
-        lower = [param for param in params if param.dtype in LOWER_PRECISION]
-        lower = [param for param in lower if param not in self.float32_values()] if self.plan.casts_weights else lower
+        lower = [param for param in params if param.dtype in LOWER_PRECISION and value_of(param) is None]
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
@@ -228,14 +218,8 @@ class Session:
         if self.plan.has_narrow_gradients:
             take_narrow_gradients(params, self._undo)
 
-    def _watch(self, models: Sequence[nn.Module]) -> None:
-        """Hear of what is called on the models."""
-        for model in models:
-            self._left_as[model] = parameters_now(model)
-            watchers[model] = self
-
     def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        slots = Slots()
+        slots = Slots(self.plan.master_weights)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
@@ -331,12 +315,6 @@ class Session:
         return {id(param) for model in self.models for one in fsdp_modules(model) for param in unsharded_params(one)}
 
     # What wrappers and models ask of their session
-
-    def float32_values(self) -> dict[torch.Tensor, Float32Value]:
-        """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
-        if not self.plan.master_weights:
-            return {}
-        return {tensor: entry for model in self.models for tensor, entry in lower_entries(model)}
 
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's name in its model, for the log."""

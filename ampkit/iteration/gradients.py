@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, forget_gradient, put_gradient
+from ..models.float32_values import Float32Value, forget_gradient, put_gradient, value_of
 from ..optimizers.scales import Scale, norm_of, on, ratio
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
@@ -50,17 +50,17 @@ class Slot:
 
 
 class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it."""
+    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` where those have rests."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_rests: bool) -> None:
+        self._with_rests = with_rests
         self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
 
-    def of(self, params: Iterable[torch.Tensor], values: Mapping[torch.Tensor, Float32Value]) -> Iterator[Slot]:
-        """The slots of these parameters; ``values`` has the float32 values of those that are in lower precision."""
+    def of(self, params: Iterable[torch.Tensor]) -> Iterator[Slot]:
         for param in params:
             slot = self._slots.get(id(param))
             if slot is None:
-                entry = values.get(param)
+                entry = value_of(param) if self._with_rests else None
                 if entry is not None and entry.rest is None:  # made of cast weights since, by a parametrization
                     entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
                 slot = self._slots[id(param)] = Slot(param, entry)

@@ -391,7 +391,7 @@ class OptimizerWrapper:
 
     def _know_params(self, params: list[Tensor]) -> None:
         self.owner.train(params)
-        self.gradients.add(self._slots.of(params, self.owner.float32_values()))
+        self.gradients.add(self._slots.of(params))
         self._params = params
 
 

@@ -124,7 +124,7 @@ def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install` for the model itself."""
     watchers.pop(model, None)
-    compiled_models.forget(model)
+    compiled_models.not_before_calls(weakref.ref(model))
     take_off(model)
 
 

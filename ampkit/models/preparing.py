@@ -34,18 +34,12 @@ Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(
-    models: Sequence[nn.Module], plan: Plan, trained: set[torch.Tensor] | None, originals: Originals, undo: Undo
+    models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, originals: Originals, undo: Undo
 ) -> None:
-    """Have these models compute as the plan says.
-
-    ``trained`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
-    """
+    """Have these models compute as the plan says. ``originals`` receives what was cast."""
     loans = Loans()
-    keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
-    keeps_norms = bool(plan.keep_batchnorm_fp32)
-    kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
+    kept = [Kept(model, plan, optimizers) for model in models if plan.casts_calls]
     chosen: dict[torch.Tensor, str] = {}
-
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
