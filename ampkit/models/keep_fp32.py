@@ -51,7 +51,7 @@ class Kept:
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.model = model
-        self.lowers_all = plan.lowers_all
+        self.lowers, self.lowers_all = plan.casts_weights, plan.lowers_all
         self.unmatched = [item for item in plan.keep_fp32 if not self._keep(item)]
         # torch's attention never calls its ``out_proj``: who names that names the attention.
         attentions = [
@@ -66,6 +66,8 @@ class Kept:
         """Why a parameter of the module stays as it is; None where it is stored in lower precision."""
         if self.trained is not None and param not in self.trained:
             return NOT_TRAINED
+        if not self.lowers:
+            return "as it is"
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):

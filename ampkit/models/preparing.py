@@ -5,7 +5,7 @@ Each step has its undo. Weights are cast in place: a parameter stays the same ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from .keep_fp32 import NOT_TRAINED, Kept
 from .records import members
 from .shared_memory import refuse_coming_apart
 
-WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
 Plan = Any  # plan.py's, which stands above this room
 # What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
@@ -38,16 +37,15 @@ def prepare_models(
 ) -> None:
     """Have these models compute as the plan says. ``originals`` receives what was cast."""
     loans = Loans()
-    kept = [Kept(model, plan, optimizers) for model in models if plan.casts_calls]
+    kept = [Kept(model, plan, optimizers) for model in models]
     chosen: dict[torch.Tensor, str] = {}
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
         undo.callback(restore_weights, loans, originals)
-    for index, model in enumerate(models if plan.stores_weights else ()):
-        if not fsdp_modules(model):  # FSDP2 casts what it gathers
-            why_kept = kept[index].why_kept if plan.casts_weights else lambda *_: "as it is"
-            chosen |= _to_cast(model, why_kept, loans)
+    for choice in kept if plan.stores_weights else ():
+        if not fsdp_modules(choice.model):  # FSDP2 casts what it gathers
+            chosen |= _to_cast(choice, loans)
     refuse_coming_apart(models, chosen, plan)
     _warn_of_losses(chosen, plan)
     for param in chosen:
@@ -58,10 +56,10 @@ def prepare_models(
     _shell_forwards(models, kept, plan, undo)
 
 
-def _to_cast(model: nn.Module, why_kept: WhyKept, loans: Loans) -> dict[torch.Tensor, str]:
+def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
     """Every parameter that is not kept, and its name. Tied weights share one value, also between models."""
     chosen: dict[torch.Tensor, str] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in choice.model.named_modules():
         # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
         if isinstance(module, torch.jit.ScriptModule) or module in members:
             continue
@@ -69,7 +67,7 @@ def _to_cast(model: nn.Module, why_kept: WhyKept, loans: Loans) -> dict[torch.Te
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
-            why = why_kept(module, param)
+            why = choice.why_kept(module, param)
             if why is NOT_TRAINED:
                 stored[param] = None
             elif param not in stored and (why is None or param.dtype is not torch.float32):
