@@ -11,7 +11,8 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,16 +52,13 @@ from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
 
-def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def changing(*args: Any) -> None:
-        try:
-            with patching.changing, out_of_modes():
-                method(*args)
-        finally:
-            switch_off_left_on()  # what another thread could not give back meanwhile
-
-    return changing
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    try:
+        with patching.changing, out_of_modes():
+            yield
+    finally:
+        switch_off_left_on()  # what another thread could not give back meanwhile
 
 
 class Session:
@@ -129,7 +127,7 @@ class Session:
 
     # Preparing and closing
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Touch models, optimizers and torch as the plan says. Whatever fails, nothing stays half-changed."""
         live_sessions.append(self)
@@ -189,7 +187,7 @@ class Session:
                 patches.acquire()
                 self._undo.callback(patches.release)
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were.
 

@@ -7,7 +7,6 @@ step as it does in torch. It is float32 where the weight's precision cannot hold
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
@@ -138,29 +137,24 @@ class Clipping:
         self._is_used = True
 
 
-def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _clip_narrow_gradients(
+    original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
     """torch's ``clip_grad_norm_``, reading narrow gradients as they are: their norm is float32."""
-
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
-        is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
-        has_narrow = (
-            any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
-        )
-        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
-            return original(params, max_norm, norm_type, *args, **kwargs)
-        norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
-        kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
-        return norm
-
-    return clip_grad_norm_
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
+    is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
+    has_narrow = any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
+    if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
+        return original(params, max_norm, norm_type, *args, **kwargs)
+    norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
+    kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
+    return norm
 
 
 def _patch_clipping(patches: PatchSet) -> None:
     for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-        patches.set(module, "clip_grad_norm_", _of_narrow_gradients(module.clip_grad_norm_))
+        patches.put_around(module, "clip_grad_norm_", _clip_narrow_gradients)
 
 
 torchs_clipping = SharedPatches(_patch_clipping)
