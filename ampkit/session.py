@@ -43,7 +43,7 @@ from .logs import logger, stdout_lines
 from .models import copies
 from .models.float32_values import value_of
 from .models.incoming import Incoming, widen_models
-from .models.preparing import Originals, prepare_models
+from .models.preparing import prepare_models
 from .models.records import LeftAs, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, lying
 from .patching import Undo
@@ -154,8 +154,7 @@ class Session:
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
             widen_models(self.incoming, models, optimizers, plan)
-        originals: Originals = {}
-        prepare_models(models, optimizers, plan, originals, undo)
+        originals = prepare_models(models, optimizers, plan, undo)
         for model in models:
             self._left_as[model] = parameters_now(model)
             watchers[model] = self

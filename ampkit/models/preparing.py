@@ -32,11 +32,9 @@ Plan = Any  # plan.py's, which stands above this room
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def prepare_models(
-    models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, originals: Originals, undo: Undo
-) -> None:
-    """Have these models compute as the plan says. ``originals`` receives what was cast."""
-    loans = Loans()
+def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, undo: Undo) -> Originals:
+    """Have these models compute as the plan says. While what was cast is returned, its undo is exact."""
+    loans, originals = Loans(), Originals()
     kept = [Kept(model, plan, optimizers) for model in models]
     chosen: dict[torch.Tensor, str] = {}
     for model in models:
@@ -54,6 +52,7 @@ def prepare_models(
     flatten(module for model in models if plan.stores_weights for module in model.modules())
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
+    return originals
 
 
 def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
