@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from .. import kernels
+from ..casting.engine import active_casting
 from ..casting.narrow_gradients import follow_dtype, keep_hooks_in_dtype
 from ..casting.state import stored
 from ..dtypes import CASTABLE
 from ..logs import logger, printable
 from ..patching import Undo, run_all
-from ..sharding import fsdp_modules
-from . import forward, sharded
+from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
+from . import forward
 from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
 from .incoming import flatten
@@ -166,11 +167,54 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
             forward.install(module, forward.KEPT, undo)
     for model in models:
         if plan.casts_calls:
-            sharded.keep_no_casts_of_gathered(model, undo)
-        sharded.sum_partial_gradients(model, undo)
+            _keep_no_casts_of_gathered(model, undo)
+        _sum_partial_gradients(model, undo)
         if plan.has_narrow_results and not plan.casts_weights:
             forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
         # Calls of a script are cast by torch.autocast, beneath our patches.
         if not isinstance(model, torch.jit.ScriptModule):
             forward.install(model, own, undo)
+
+
+# On several processes. At O2, O3 and O5 sharded parameters stay float32, and FSDP2 casts them while it gathers them, by the policy
+# that `ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
+
+
+def _keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
+    """Forget casts of what FSDP2 has gathered for a module before and after its forward, until ``undo``.
+
+    A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
+    """
+    for module in fsdp_modules(model):
+        undo.callback(module.register_forward_pre_hook(_forget_casts).remove)
+        undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
+
+
+def _sum_partial_gradients(model: nn.Module, undo: Undo) -> None:
+    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up, until ``undo``.
+
+    So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
+    optimizers sum up in their step, and judging or unscaling part of a sum tells nothing.
+    """
+    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which sums up by itself
+    for param in model.parameters():
+        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
+            undo.callback(param.register_hook(_summed_up).remove)
+
+
+def _summed_up(gradient: Any) -> Any:
+    if not is_sharded(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    )
+
+
+def _forget_casts(module: nn.Module, *_: Any) -> None:
+    casting = active_casting()
+    if casting is not None:
+        for param in unsharded_params(module):
+            casting.caches.forget(param)
