@@ -323,12 +323,17 @@ class Session:
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
     def before_forward(self, model: nn.Module) -> None:
-        if sync_weights(model, self._left_as[model]):
+        left_as, casting = self._left_as[model], self.casting
+        if sync_weights(model, left_as):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         lying.clear()
-        if self.casting is not None:
-            self._cast_where_it_is(model)
-            self.casting.catch_up()
+        if casting is not None:
+            first = (
+                left_as[0].param() if left_as else next(model.parameters(), None)
+            )  # in less time than by the latter alone
+            if first is None or first.device.type not in casting.device_types:  # it has moved, perhaps
+                casting.cast_on(casting.device_types | device_types([model]))
+            casting.catch_up()
         self.statistics.before_forward(model)
         self.scaling.note_forward()
 
@@ -337,16 +342,6 @@ class Session:
         self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
-
-    def _cast_where_it_is(self, model: nn.Module) -> None:
-        """Follow a model that has moved: ask one of its parameters, as next(model.parameters()) would, in less time."""
-        left_as = self._left_as[model]
-        first = left_as[0].param() if left_as else next(model.parameters(), None)
-        if first is not None and first.device.type in self.casting.device_types:
-            return
-        here = device_types([model])
-        if not here <= self.casting.device_types:
-            self.casting.cast_on(self.casting.device_types | here)
 
     def after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
