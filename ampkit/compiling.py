@@ -48,8 +48,8 @@ class CompiledModels:
     """The initialized models whose forward is in compiled code, and what is done for them before that code runs.
 
     Every call of a compiled function or module, whenever it was compiled, asks ``_callback_from_stance`` what to do with
-    the frames that follow; that is where `before_call` is run. When it raises, the call is left uncompiled: the model's
-    own forward then raises the same error, and nothing of dynamo's is left half set up.
+    the frames that follow; that is where this is done. When it raises, the call is left uncompiled: the model's own forward
+    then raises the same error, and nothing of dynamo's is left half set up.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,8 @@ class CompiledModels:
         self._patches = PatchSet()
         self._is_watching = False
 
-    def before_each_call(self, action: Callable[[], None]) -> None:
-        """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
-        self._before_calls[action] = action
-        self._watch_calls()
-
     def not_before_calls(self, action: Any) -> None:
-        """Undo `before_each_call`."""
+        """Undo `before_each_call`, or `note` by a reference to its model."""
         self._before_calls.pop(action, None)
         if not self._before_calls:
             self._patches.restore()
@@ -74,35 +69,24 @@ class CompiledModels:
         """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
         before_forward(model)
         ref = weakref.ref(model, self.not_before_calls)
-        self._before_calls[ref] = lambda: (alive := ref()) is None or before_forward(alive)
-        self._watch_calls()
+        self.before_each_call(lambda: (alive := ref()) is None or before_forward(alive), ref)
 
-    def forget(self, model: nn.Module) -> None:
-        """``model`` is not initialized any more."""
-        self.not_before_calls(weakref.ref(model))
-
-    def before_call(self) -> None:
-        """Do what precedes a forward, for every model whose forward is in compiled code."""
-        for action in tuple(self._before_calls.values()):
-            action()
-
-    def _watch_calls(self) -> None:
+    def before_each_call(self, action: Callable[[], Any], key: Any = None) -> None:
+        """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
+        self._before_calls[key or action] = action
         # Where no optimizer has loaded dynamo yet, the first trace through a model comes here again.
-        if self._is_watching or "torch._dynamo" not in sys.modules:
-            return
-        eval_frame = torch._dynamo.eval_frame
-        original = eval_frame._callback_from_stance
+        if not self._is_watching and "torch._dynamo" in sys.modules:
+            self._patches.put_around(torch._dynamo.eval_frame, "_callback_from_stance", self._choose_callback)
+            self._is_watching = True
 
-        def callback_from_stance(callback: Any) -> Any:
-            if callback is not None and callback is not False:
-                try:
-                    self.before_call()
-                except Exception:
-                    return None
-            return original(callback)
-
-        self._patches.set(eval_frame, "_callback_from_stance", callback_from_stance)
-        self._is_watching = True
+    def _choose_callback(self, original: Callable[[Any], Any], callback: Any) -> Any:
+        if callback is not None and callback is not False:
+            try:
+                for action in tuple(self._before_calls.values()):
+                    action()
+            except Exception:
+                return None
+        return original(callback)
 
 
 compiled_models = CompiledModels()

@@ -7,18 +7,18 @@ listens.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from .patching import PatchSet, SharedPatches
+from .patching import PatchSet, SharedPatches, Undo
 
 #: Asked in every iteration of the core; empty unless `listening`.
 listeners: list[Listener] = []
@@ -51,15 +51,13 @@ class Listener:
 @contextmanager
 def listening(listener: Listener, *shared: SharedPatches) -> Iterator[None]:
     """Tell a listener of what happens inside. ``shared`` are the sources that it needs, patched before what it patches itself."""
-    for one in shared:
-        one.acquire()
-    listeners.append(listener)
-    try:
-        yield
-    finally:
-        listeners.remove(listener)
+    with Undo() as undo:
         for one in shared:
-            one.release()
+            one.acquire()
+            undo.callback(one.release)
+        listeners.append(listener)
+        undo.callback(listeners.remove, listener)
+        yield
 
 
 def tell(event: str, *what: Any) -> Any:
@@ -105,9 +103,7 @@ def begin_step(optimizer: Any, by_core: bool = True) -> None:
 
     One that is no deeper than the last, which has not ended, comes after an exception.
     """
-    depth, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
+    depth = len(list(walk_stack(sys._getframe())))
     if _step.optimizer is None or depth <= _step.depth:
         _step.optimizer, _step.depth, _step.by_core = optimizer, depth, by_core
         _step.begun += 1
@@ -140,35 +136,25 @@ def _begin_step_of_torch(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str
     return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
 
-def _telling_of_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+def _scale(original: Callable, scaler: GradScaler, outputs: Any) -> Any:
     """What stands in the place of ``GradScaler.scale``."""
-
-    @functools.wraps(original)
-    def scale(scaler: GradScaler, outputs: Any) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, outputs)
-        if not isinstance(outputs, torch.Tensor):
-            return type(outputs)(scale(scaler, output) for output in outputs)
-        if (stand_in := tell("block_begins", outputs, scaler)) is None:
-            return original(scaler, outputs)
-        with stand_in as scaled:
-            return scaled
-
-    return scale
+    if not scaler.is_enabled():
+        return original(scaler, outputs)
+    if not isinstance(outputs, torch.Tensor):
+        return type(outputs)(_scale(original, scaler, output) for output in outputs)
+    if (stand_in := tell("block_begins", outputs, scaler)) is None:
+        return original(scaler, outputs)
+    with stand_in as scaled:
+        return scaled
 
 
-def _telling_of_skips(original: Callable[..., Any]) -> Callable[..., Any]:
+def _step_unless_skipped(original: Callable, scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """What stands in the place of ``GradScaler.step``, which leaves out the optimizer's where gradients are not finite."""
-
-    @functools.wraps(original)
-    def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        begun = _step.begun
-        result = original(scaler, optimizer, *args, **kwargs)
-        if _step.begun == begun:
-            end_step(optimizer, skipped=True)
-        return result
-
-    return step
+    begun = _step.begun
+    result = original(scaler, optimizer, *args, **kwargs)
+    if _step.begun == begun:
+        end_step(optimizer, skipped=True)
+    return result
 
 
 # What torch does by itself
@@ -187,8 +173,8 @@ def _hook_steps(patches: PatchSet) -> None:
     of_all = sys.modules["torch.optim.optimizer"]
     patches.set(of_all._global_optimizer_pre_hooks, _NAME, _begin_step_of_torch)
     patches.set(of_all._global_optimizer_post_hooks, _NAME, lambda optimizer, *_: end_step(optimizer, by_core=False))
-    patches.set(GradScaler, "scale", _telling_of_losses(GradScaler.scale))
-    patches.set(GradScaler, "step", _telling_of_skips(GradScaler.step))
+    patches.put_around(GradScaler, "scale", _scale)
+    patches.put_around(GradScaler, "step", _step_unless_skipped)
 
 
 #: Sources for `listening`.

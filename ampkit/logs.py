@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .patching import PatchSet, SharedPatches
+
 logger = logging.getLogger("ampkit")
 
 
@@ -33,17 +35,11 @@ class _RankZeroStdout(logging.Handler):
     """Writes plain messages to whatever ``sys.stdout`` is at that moment, so that redirection works."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_rank_zero() and not _reaches_terminal_anyway(record):
+        # Asked for each record: scripts may call ``logging.basicConfig`` before or after ``initialize``.
+        is_shown = logger.propagate and any(is_of_terminal(one, record) for one in handlers_above())
+        if is_rank_zero() and not is_shown:
             sys.stdout.write(self.format(record) + "\n")
             sys.stdout.flush()
-
-
-def _reaches_terminal_anyway(record: logging.LogRecord) -> bool:
-    """Whether a handler of a logger above ours writes this record to the terminal too.
-
-    Asked for each record: scripts may call ``logging.basicConfig`` before or after ``initialize``.
-    """
-    return logger.propagate and any(is_of_terminal(one, record) for one in handlers_above())
 
 
 def handlers_above() -> Iterator[logging.Handler]:
@@ -62,29 +58,15 @@ def is_of_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
     return record.levelno >= handler.level and stream is not None and any(stream is one for one in terminal)
 
 
-class StdoutLines:
-    """Our handler on the logger, counted: attached by the first session that wants it, removed after the last."""
-
-    def __init__(self) -> None:
-        self._handler: _RankZeroStdout | None = None
-        self._level = logging.NOTSET
-        self._users = 0
-
-    def attach(self) -> None:
-        self._users += 1
-        if self._handler is None and not logger.handlers:
-            self._handler = _RankZeroStdout()
-            self._level = logger.level
-            logger.addHandler(self._handler)
-            if logger.level == logging.NOTSET:
-                logger.setLevel(logging.INFO)
-
-    def detach(self) -> None:
-        self._users -= 1
-        if self._users == 0 and self._handler is not None:
-            logger.removeHandler(self._handler)
-            logger.setLevel(self._level)
-            self._handler = None
+def _attach(undo: PatchSet) -> None:
+    if not logger.handlers:
+        handler = _RankZeroStdout()
+        logger.addHandler(handler)
+        undo.callback(logger.removeHandler, handler)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+            undo.callback(logger.setLevel, logging.NOTSET)
 
 
-stdout_lines = StdoutLines()
+#: Our handler on the logger: attached by the first session that wants it, removed after the last.
+stdout_lines = SharedPatches(_attach)

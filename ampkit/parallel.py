@@ -72,7 +72,7 @@ def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, 
 
     if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
-    kept = Kept(module, resolved.keep_batchnorm_fp32 is not False, resolved.keep_fp32)
+    kept = Kept(module, resolved)
     in_kept = {param for one in kept.modules for param in one.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
     if alone:
@@ -110,19 +110,13 @@ def convert_syncbn_model(
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_syncbn_model expects a model (torch.nn.Module), found a {type(module).__name__}.")
     chosen = layer_class or (nn.SyncBatchNorm if is_on_cuda(module) else SyncBatchNorm)
-    replaced: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer
-
-    def convert(child: nn.Module) -> nn.Module:
-        if isinstance(child, _BatchNorm):
-            if child not in replaced:
-                replaced[child] = _synchronised(child, process_group, chosen)
-            return replaced[child]
-        for name, grandchild in list(child._modules.items()):  # named_children() would skip a second name
-            if grandchild is not None:
-                child._modules[name] = convert(grandchild)
-        return child
-
-    return convert(module)
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    twins: dict[nn.Module, nn.Module] = {layer: _synchronised(layer, process_group, chosen) for layer in layers}
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):  # a layer used in two places stays one layer
+            if child is not None and child in twins:
+                parent._modules[name] = twins[child]
+    return twins.get(module, module)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -232,10 +226,8 @@ def _synchronised(
         process_group=process_group,
     )
     twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
-    for name, parameter in layer._parameters.items():
-        twin.register_parameter(name, parameter)
-    for name, buffer in layer._buffers.items():
-        twin.register_buffer(name, buffer)
+    twin._parameters.update(layer._parameters)
+    twin._buffers.update(layer._buffers)
     return twin.train(layer.training)
 
 

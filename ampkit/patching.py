@@ -6,6 +6,7 @@ methods of an optimizer) goes through one; sessions and the engine of casts hold
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import types
@@ -129,6 +130,16 @@ class PatchSet(Undo):
         _write(owner, name, value)
         self.callback(_put_back, owner, name, before, value)
 
+    def put_around(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Have each call of ``owner.name`` be one of ``around``, with what stood there before the arguments."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        self.set(owner, name, call)
+
     def restore(self) -> None:
         """Undo every write, newest first. A value that was put over ours since then stays."""
         self.close()
@@ -162,11 +173,6 @@ class SharedPatches:
         if not self._users:
             self._patches.restore()
         return not self._users
-
-
-def shared_patch(owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> SharedPatches:
-    """The same for one attribute, which is replaced by ``wrap(original)``; None where there is none."""
-    return SharedPatches(lambda patches: patches.set(owner(), name, wrap(getattr(owner(), name, None))))
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

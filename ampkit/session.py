@@ -11,7 +11,8 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
-from .models.float32_values import Float32Value, lower_entries
-from .models.incoming import Incoming, held_by, widen_models
-from .models.preparing import Originals, prepare_models
+from .models.float32_values import value_of
+from .models.incoming import Incoming, widen_models
+from .models.preparing import prepare_models
 from .models.records import LeftAs, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, lying
 from .patching import Undo
@@ -51,16 +52,13 @@ from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
 
-def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def changing(*args: Any) -> None:
-        try:
-            with patching.changing, out_of_modes():
-                method(*args)
-        finally:
-            switch_off_left_on()  # what another thread could not give back meanwhile
-
-    return changing
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    try:
+        with patching.changing, out_of_modes():
+            yield
+    finally:
+        switch_off_left_on()  # what another thread could not give back meanwhile
 
 
 class Session:
@@ -116,10 +114,7 @@ class Session:
 
     def owns(self, thing: Any) -> bool:
         """Whether this model or optimizer was given to it."""
-        for ref in (*self._optimizers, *self._models):  # not any(): asked in every iteration
-            if ref() is thing:
-                return True
-        return False
+        return any(ref() is thing for ref in (*self._optimizers, *self._models))
 
     def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """The models of this session that are no part of ``models`` and yet share modules or parameters with them."""
@@ -132,7 +127,7 @@ class Session:
 
     # Preparing and closing
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Touch models, optimizers and torch as the plan says. Whatever fails, nothing stays half-changed."""
         live_sessions.append(self)
@@ -150,26 +145,24 @@ class Session:
 
     def _prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         plan, undo = self.plan, self._undo
-        undo.callback(self._forget_traces)
+        undo.callback(forget_traces)  # compiled code must hold the forwards of these models as they are now
         if plan.verbosity >= 1:
-            stdout_lines.attach()
-            undo.callback(stdout_lines.detach)
+            stdout_lines.acquire()
+            undo.callback(stdout_lines.release)
             self._log_banner()
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
             widen_models(self.incoming, models, optimizers, plan)
-        originals: Originals = {}
-        trained = None
-        if plan.stores_what_is_trained and optimizers:
-            trained = {param for param in held_by(optimizers) if param.requires_grad}
-        prepare_models(models, plan, trained, originals, undo)
-        self._watch(models)
+        originals = prepare_models(models, optimizers, plan, undo)
+        for model in models:
+            self._left_as[model] = parameters_now(model)
+            watchers[model] = self
         self._patch_torch()
         self._prepare_optimizers(optimizers)
         if plan.casts_calls:
             self._start_casting()
-        self._forget_traces()
+        forget_traces()
         lying.clear()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
@@ -193,7 +186,7 @@ class Session:
                 patches.acquire()
                 self._undo.callback(patches.release)
 
-    @_one_at_a_time
+    @_one_at_a_time()
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were.
 
@@ -212,15 +205,9 @@ class Session:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
         self._undo.callback(undo, *args)
 
-    def _forget_traces(self) -> None:
-        """Compiled code that holds a forward of these models must hold it as it is now."""
-        if self.models:
-            forget_traces()
-
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
-        lower = [param for param in params if param.dtype in LOWER_PRECISION]
-        lower = [param for param in lower if param not in self.float32_values()] if self.plan.casts_weights else lower
+        lower = [param for param in params if param.dtype in LOWER_PRECISION and value_of(param) is None]
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
@@ -228,14 +215,8 @@ class Session:
         if self.plan.has_narrow_gradients:
             take_narrow_gradients(params, self._undo)
 
-    def _watch(self, models: Sequence[nn.Module]) -> None:
-        """Hear of what is called on the models."""
-        for model in models:
-            self._left_as[model] = parameters_now(model)
-            watchers[model] = self
-
     def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        slots = Slots()
+        slots = Slots(self.plan.master_weights)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
@@ -332,12 +313,6 @@ class Session:
 
     # What wrappers and models ask of their session
 
-    def float32_values(self) -> dict[torch.Tensor, Float32Value]:
-        """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
-        if not self.plan.master_weights:
-            return {}
-        return {tensor: entry for model in self.models for tensor, entry in lower_entries(model)}
-
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's name in its model, for the log."""
         models = self.models
@@ -348,12 +323,17 @@ class Session:
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
     def before_forward(self, model: nn.Module) -> None:
-        if sync_weights(model, self._left_as[model]):
+        left_as, casting = self._left_as[model], self.casting
+        if sync_weights(model, left_as):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         lying.clear()
-        if self.casting is not None:
-            self._cast_where_it_is(model)
-            self.casting.catch_up()
+        if casting is not None:
+            first = (
+                left_as[0].param() if left_as else next(model.parameters(), None)
+            )  # in less time than by the latter alone
+            if first is None or first.device.type not in casting.device_types:  # it has moved, perhaps
+                casting.cast_on(casting.device_types | device_types([model]))
+            casting.catch_up()
         self.statistics.before_forward(model)
         self.scaling.note_forward()
 
@@ -362,16 +342,6 @@ class Session:
         self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
-
-    def _cast_where_it_is(self, model: nn.Module) -> None:
-        """Follow a model that has moved: ask one of its parameters, as next(model.parameters()) would, in less time."""
-        left_as = self._left_as[model]
-        first = left_as[0].param() if left_as else next(model.parameters(), None)
-        if first is not None and first.device.type in self.casting.device_types:
-            return
-        here = device_types([model])
-        if not here <= self.casting.device_types:
-            self.casting.cast_on(self.casting.device_types | here)
 
     def after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())

@@ -79,18 +79,17 @@ def total_over(groups: Iterable[Any], value: Tensor) -> Tensor:
 
 def norm_over_processes(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of this order of all elements of all of these tensors, on all processes that hold a part of one."""
-    norm = None
+    norms = []
     for parts, groups in by_placement(tensors):
-        norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
-        powers = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=parts[0].device)
+        own = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
+        nothing = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+        norm = torch.linalg.vector_norm(torch.stack(own or [nothing]), norm_type)
         if norm_type == float("inf"):
-            powers = powers.max()
-            highest(powers, groups)
-            norm = powers if norm is None else torch.maximum(norm, powers)
+            highest(norm, groups)
         else:
-            powers = total_over(groups, powers.pow(norm_type).sum())
-            norm = powers if norm is None else norm + powers
-    return (norm if norm_type == float("inf") else norm.pow(1.0 / norm_type)).float()
+            norm = total_over(groups, norm.pow(norm_type)).pow(1.0 / norm_type)
+        norms.append(norm.to(tensors[0].device))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).float()
 
 
 # FSDP2
@@ -103,7 +102,6 @@ class Gathered(NamedTuple):
     """
 
     name: str
-    module: nn.Module
     param: Tensor
     dtype: torch.dtype | None
     whole: Tensor | None
@@ -128,9 +126,8 @@ def gathered(model: nn.Module) -> Iterator[Gathered]:
         for one in _read(group, "fsdp_params"):
             dtype = _read(_read(one, "mp_policy"), "param_dtype")
             info = _read(one, "_module_info")
-            module = _read(info, "module")
-            name = ".".join(filter(None, (names.get(module), _read(info, "param_name"))))
-            yield Gathered(name, module, _read(one, "sharded_param"), dtype, _read(one, "_unsharded_param", None))
+            name = ".".join(filter(None, (names.get(_read(info, "module")), _read(info, "param_name"))))
+            yield Gathered(name, _read(one, "sharded_param"), dtype, _read(one, "_unsharded_param", None))
 
 
 def unsharded_params(module: nn.Module) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ from .devices import device_type_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .logs import logger
+from .models.incoming import held_by
 from .models.keep_fp32 import Kept
 from .plan import Plan
 from .registry import live_sessions, unwrapped
@@ -24,6 +25,10 @@ from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 _CALL = (
     "Write initialize(model, optimizer, opt_level=...), or lists of objects of both: initialize(models, optimizers)."
+)
+
+_ORDER_OF_SHARDING = (
+    "The order is: fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
 )
 
 
@@ -123,10 +128,23 @@ def check(
     for optimizer in optimizer_list:
         _refuse_unfit_optimizer(optimizer, plan, device_type_of(model_list))
     _refuse_scripted(model_list, plan)
-    _refuse_weights(model_list, recast, optimizer_list, plan)
-    _refuse_kept_modules(model_list, plan)
-    _refuse_sharded(model_list, optimizer_list, plan)
-    _warn_of_strangers(model_list, optimizer_list, plan)
+    trained = held_by(optimizer_list)
+    for model in model_list:
+        if not recast.issuperset((*model.parameters(), *model.buffers())):
+            _refuse_unfit_tensors(model, recast, plan)
+            _refuse_unfit_weights(model, trained, plan)
+    known = {param for model in model_list for param in model.parameters()}
+    for param in trained - known:
+        if param.dtype in LOWER_PRECISION:
+            raise ConfigurationError(
+                f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the models. Build "
+                "the optimizer from parameters of the models passed with it."
+            )
+    kept = [Kept(model, plan) for model in model_list]
+    _refuse_kept_modules(kept, plan)
+    for choice in kept:
+        _refuse_sharded(choice, known, optimizer_list, plan)
+    _warn_of_strangers(known, trained, plan)
 
 
 def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> None:
@@ -156,40 +174,11 @@ def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> Non
         )
 
 
-def _refuse_weights(
-    model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_list: list[Any], plan: Plan
-) -> None:
-    """Refuse trained weights, and stored ones, of which no float32 can be made: two lower precisions, integers, quantised ones.
-
-    float64 parts are left alone at every level, but a model that has nothing else has nothing to cast.
-    """
-    trained = {param for optimizer in optimizer_list for param in params_of(optimizer)}
-    for model in model_list:
-        if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_unfit_tensors(model, recast, plan)
-            _refuse_quantised(model, trained, plan)
-            if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
-                raise ConfigurationError(
-                    f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
-                    "Call model.float() first, or use opt_level='O0'."
-                )
-    known = {param for model in model_list for param in model.parameters()}
-    for optimizer in optimizer_list:
-        for param in params_of(optimizer):
-            if param.dtype in LOWER_PRECISION and param not in known:
-                raise ConfigurationError(
-                    f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
-                    "models. Build the optimizer from parameters of the models passed with it."
-                )
-
-
-def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+def _warn_of_strangers(known: set[torch.Tensor], updated: set[torch.Tensor], plan: Plan) -> None:
     """Refuse optimizers that, taken together, update a copy of the models, and warn of those that train none of their parameters.
 
     Scripts of Apex's are warned of both. A tensor that is no Parameter, such as a picture, may be trained through a model.
     """
-    known = [param for model in model_list for param in model.parameters()]
-    updated = [param for optimizer in optimizer_list for param in params_of(optimizer)]
     trainable = {param for param in known if param.requires_grad}
     is_right = not updated or not trainable or not trainable.isdisjoint(updated)
     if is_right or not all(isinstance(param, nn.Parameter) for param in updated):
@@ -205,49 +194,44 @@ def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], p
     logger.warning(found)
 
 
-def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+def _refuse_sharded(choice: Kept, known: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
     """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
-    known = {param for model in model_list for param in model.parameters()}
-    for model in model_list:
-        refuse_fsdp1(model)
-        by_fsdp = {id(shard.param) for shard in gathered(model)}
-        for name, param in model.named_parameters() if plan.casts_weights else ():
-            if is_sharded(param) and id(param) not in by_fsdp:  # its rest would have to lie so, too
-                raise ConfigurationError(
-                    f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and "
-                    f"{plan.opt_level} casts whole weights. Use O1 or O4, which cast calls, or shard with "
-                    "ampkit.parallel.fully_shard."
-                )
-        if not fsdp_modules(model):
-            continue
-        kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
-        for shard in gathered(model):
-            dtype, is_kept = shard.dtype, not plan.casts_weights or shard.param in kept.parameters
-            wanted = torch.float32 if is_kept else plan.cast_model_type
-            casts_either = plan.has_narrow_results and not plan.casts_weights and dtype is plan.lower_precision
-            if shard.param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
-                raise ConfigurationError(_policy_line(shard.name, dtype, wanted, is_kept, plan))
-        if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
+    model = choice.model
+    refuse_fsdp1(model)
+    shards = list(gathered(model))
+    by_fsdp = {id(shard.param) for shard in shards}
+    for name, param in model.named_parameters() if plan.casts_weights else ():
+        if is_sharded(param) and id(param) not in by_fsdp:  # its rest would have to lie so, too
             raise ConfigurationError(
-                "The sharded model is in lower precision and has run forward already, which has settled what FSDP2 gathers and "
-                "reduces. Call initialize() before the first forward, or shard a float32 model."
+                f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and "
+                f"{plan.opt_level} casts whole weights. Use O1 or O4, which cast calls, or shard with "
+                "ampkit.parallel.fully_shard."
             )
-        for optimizer in optimizer_list:
-            params = params_of(optimizer)
-            if params and known.isdisjoint(params):
-                raise ConfigurationError(
-                    f"The {type(optimizer).__name__} holds none of the parameters of the models, one of which is sharded: "
-                    "fully_shard put others in their places. The order is: fully_shard, then the optimizer over the sharded "
-                    "parameters, then initialize(model, optimizer, ...)."
-                )
+    for shard in shards:
+        dtype, is_kept = shard.dtype, not plan.casts_weights or shard.param in choice.parameters
+        wanted = torch.float32 if is_kept else plan.cast_model_type
+        casts_either = plan.has_narrow_results and not plan.casts_weights and dtype is plan.lower_precision
+        if shard.param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
+            raise ConfigurationError(_policy_line(shard.name, dtype, wanted, is_kept, plan))
+    if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
+        raise ConfigurationError(
+            "The sharded model is in lower precision and has run forward already, which has settled what FSDP2 gathers and "
+            "reduces. Call initialize() before the first forward, or shard a float32 model."
+        )
+    for optimizer in optimizer_list if shards else ():
+        params = params_of(optimizer)
+        if params and known.isdisjoint(params):
+            raise ConfigurationError(
+                f"The {type(optimizer).__name__} holds none of the parameters of the models, one of which is sharded: "
+                f"fully_shard put others in their places. {_ORDER_OF_SHARDING}"
+            )
 
 
 def sharded_after_initialize(module: nn.Module) -> ConfigurationError:
     """The error for a module of an initialized model that is sharded."""
     return ConfigurationError(
         f"fully_shard was called on a {type(module).__name__} after initialize(). It puts other Parameters in the model, and the "
-        "optimizer would go on with those that were there before. The order is: fully_shard, then the optimizer over the "
-        "sharded parameters, then initialize(model, optimizer, ...)."
+        f"optimizer would go on with those that were there before. {_ORDER_OF_SHARDING}"
     )
 
 
@@ -289,10 +273,9 @@ def _refuse_scripted(model_list: list[nn.Module], plan: Plan) -> None:
         )
 
 
-def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
+def _refuse_kept_modules(kept: list[Kept], plan: Plan) -> None:
     """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what has no forward in Python."""
-    kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
-    unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
+    unmatched = [item for item in plan.keep_fp32 if all(item in one.unmatched for one in kept)]
     if unmatched:
         shown = ", ".join(_describe(item) if isinstance(item, nn.Module) else repr(item) for item in unmatched)
         raise ConfigurationError(
@@ -337,29 +320,30 @@ def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Pla
             )
 
 
-def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan) -> None:
-    """Refuse weights that would be stored or trained, and hold no floating-point values. Integers of more bytes are left alone."""
+def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Plan) -> None:
+    """Refuse quantised weights that would be stored or trained. Integers of more bytes, and parts in float64, are left alone."""
     lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
-        if is_narrow and (lowers_all or param in trained):
-            raise _unfit(f"Parameter {name!r} is {param.dtype}")
-        if plan.casts_weights and (lowers_all or param in trained) and is_of_wrapper_class(param):
-            raise _unfit(f"Parameter {name!r} is a {type(param).__name__}, which stores its values in its own way")
+        is_touched = lowers_all or param in trained
+        if is_touched and (is_narrow or (plan.casts_weights and is_of_wrapper_class(param))):
+            found = param.dtype if is_narrow else f"a {type(param).__name__}, which stores its values in its own way"
+            raise ConfigurationError(
+                f"Parameter {name!r} is {found}: initialize() expects floating-point weights, and cannot train quantised ones. "
+                "Leave it out of the optimizer: every level but O3 then leaves such weights as they are. Or load the model without "
+                "quantisation, or make it a buffer (register_buffer) if it is no weight."
+            )
+    if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
+        raise ConfigurationError(
+            f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. Call "
+            "model.float() first, or use opt_level='O0'."
+        )
 
 
 def is_of_wrapper_class(param: torch.Tensor) -> bool:
     """Whether other tensors hold the values, as torchao's do. Not a DTensor, nor a fake tensor."""
     handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
-
-
-def _unfit(found: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{found}: initialize() expects floating-point weights, and cannot train quantised ones. Leave it out of the optimizer: "
-        "every level but O3 then leaves such weights as they are. Or load the model without quantisation, or make it a buffer "
-        "(register_buffer) if it is no weight."
-    )
 
 
 def _refuse_repeats(found: list[Any], kind: str) -> None:

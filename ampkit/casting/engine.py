@@ -158,7 +158,7 @@ class Casting:
 
     def catch_up(self) -> None:
         """Put the rows of packages that were loaded since `install` in place."""
-        if not any(map(is_loaded, self._awaited)):
+        if sys.modules.keys().isdisjoint(self._awaited) or not any(map(is_loaded, self._awaited)):
             return
         self._await_packages()
         for rule in self.policy.rules(_registered.values()):

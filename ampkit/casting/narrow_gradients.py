@@ -129,21 +129,19 @@ def _patch(patches: PatchSet) -> None:
         return
     for name in ("grad", "_grad"):
         patches.set(torch.Tensor, name, getattr(_library, name))
-    original = torch.Tensor.register_hook
+    patches.put_around(torch.Tensor, "register_hook", _register_hook)
 
-    @functools.wraps(original)
-    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        if tensor.is_leaf and tensor.dtype in LOWER_PRECISION:
-            return original(tensor, _in_its_dtype(hook))
-        if not _library.takes_narrow_gradients(tensor):
-            return original(tensor, hook)
-        # torch clears the weight's hooks before the script's first, and with them ours, which widens what is there.
-        tensor.grad  # noqa: B018
-        handle = original(tensor, hook)
-        _library.take_narrow_gradients(tensor)
-        return handle
 
-    patches.set(torch.Tensor, "register_hook", register_hook)
+def _register_hook(original: Callable, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    if tensor.is_leaf and tensor.dtype in LOWER_PRECISION:
+        return original(tensor, _in_its_dtype(hook))
+    if not _library.takes_narrow_gradients(tensor):
+        return original(tensor, hook)
+    # torch clears the weight's hooks before the script's first, and with them ours, which widens what is there.
+    tensor.grad  # noqa: B018
+    handle = original(tensor, hook)
+    _library.take_narrow_gradients(tensor)
+    return handle
 
 
 getter = SharedPatches(_patch)

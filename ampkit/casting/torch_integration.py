@@ -45,23 +45,22 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     _patch_picklers(patches, engine)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
+        patches.put_around(fetcher, "fetch", functools.partial(_inside, engine.disabled))
     # What takes a model apart by proxies asks them for no dtype. The traced model is cast where it runs.
-    patches.set(torch.fx.Tracer, "trace", _without_casts_of_proxies(engine, torch.fx.Tracer.trace))
+    patches.put_around(torch.fx.Tracer, "trace", functools.partial(_trace_without_casts, engine))
     # Recurrent layers refuse an input of another dtype than their weights' where torch.autocast is off.
-    check = _inside(lambda: state.region(True) if state.stores else nullcontext(), nn.RNNBase.check_input)
-    patches.set(nn.RNNBase, "check_input", check)
+    on = functools.partial(_inside, lambda: state.region(True) if state.stores else nullcontext())
+    patches.put_around(nn.RNNBase, "check_input", on)
     # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
     for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
-        patches.set(module, name, _seeing_through(getattr(module, name), engine))
+        patches.put_around(module, name, functools.partial(_see_through, engine))
     # Tables of functions that were made before, in a ``__torch_function__``, have torch's own too.
     for module in (torch.functional, nn.functional, torch._tensor):
-        patches.set(module, "handle_torch_function", _seeing_through(module.handle_torch_function, engine))
+        patches.put_around(module, "handle_torch_function", functools.partial(_see_through, engine))
     # A trace has to contain the casts of weights: the cache would freeze them into it.
     for name in ("_trace_impl", "trace_module"):
-        patches.set(torch.jit._trace, name, _inside(state.caches.bypassed, getattr(torch.jit._trace, name)))
-    compiler = torch._TorchCompileInductorWrapper
-    patches.set(compiler, "__call__", _compiled_apart(compiler.__call__, engine))
+        patches.put_around(torch.jit._trace, name, functools.partial(_inside, state.caches.bypassed))
+    patches.put_around(torch._TorchCompileInductorWrapper, "__call__", functools.partial(_compile_apart, engine))
 
 
 def _patch_picklers(patches: PatchSet, engine: Any) -> None:
@@ -215,18 +214,14 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
                 values = values.float()
         data.__set__(tensor, values)
 
-    def forgetting(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            forget(tensor)
-            _count(tensor)
-            return function(tensor, *args, **kwargs)
-
-        return call
+    def forgetting(function: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        forget(tensor)
+        _count(tensor)
+        return function(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))
     for name in ("numpy", "__dlpack__"):
-        patches.set(torch.Tensor, name, forgetting(getattr(torch.Tensor, name)))
+        patches.put_around(torch.Tensor, name, forgetting)
 
     seen, told = weakref.WeakSet[torch.optim.Optimizer](), set[str]()
 
@@ -261,29 +256,20 @@ def _loses_updates(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> boo
     return entry is not None and entry.rest is not None and "rest" not in own and not draws
 
 
-def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:
-    """``function``, called inside a scope of the engine's."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with scope():
-            return function(*args, **kwargs)
-
-    return call
+def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function inside a scope of the engine's."""
+    with scope():
+        return function(*args, **kwargs)
 
 
-def _without_casts_of_proxies(engine: Any, trace: Callable) -> Callable:
-    @functools.wraps(trace)
-    def call(tracer: Any, *args: Any, **kwargs: Any) -> Any:
-        on_tensors = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "PythonKeyTracer", ())  # make_fx
-        if isinstance(tracer, on_tensors):
-            return trace(tracer, *args, **kwargs)
-        with engine.disabled():
-            graph = trace(tracer, *args, **kwargs)
-        _read_in_float32(graph, tracer.root)
-        return graph
-
-    return call
+def _trace_without_casts(engine: Any, trace: Callable, tracer: Any, *args: Any, **kwargs: Any) -> Any:
+    on_tensors = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "PythonKeyTracer", ())  # make_fx
+    if isinstance(tracer, on_tensors):
+        return trace(tracer, *args, **kwargs)
+    with engine.disabled():
+        graph = trace(tracer, *args, **kwargs)
+    _read_in_float32(graph, tracer.root)
+    return graph
 
 
 def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
@@ -296,26 +282,16 @@ def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
             node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
-def _seeing_through(function: Callable, engine: Any) -> Callable:
-    """``function`` of a callable, applied to the original where it is given one of our wrappers."""
-
-    @functools.wraps(function)
-    def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        original = engine.original_of(fn)
-        return function(original.op if isinstance(original, OpOverloadPacket) else original, *args, **kwargs)
-
-    return see_through
+def _see_through(engine: Any, function: Callable, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a callable with the original where it is given one of our wrappers."""
+    original = engine.original_of(fn)
+    return function(original.op if isinstance(original, OpOverloadPacket) else original, *args, **kwargs)
 
 
-def _compiled_apart(function: Callable, engine: Any) -> Callable:
-    """The compiler of graphs with and without casts, whose code must not be taken for each other on disk."""
-
-    @functools.wraps(function)
-    def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        engine.tag_compiled_code()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            give_back_kernels(engine.original_of)  # the casts are in the graphs already
-
-    return compile_graph
+def _compile_apart(engine: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Compile graphs with and without casts so that their code is not taken for each other on disk."""
+    engine.tag_compiled_code()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        give_back_kernels(engine.original_of)  # the casts are in the graphs already

@@ -171,13 +171,13 @@ class Treatment:
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live
         held = {param for one in optimizers for param in params_of(one)}
-        trained = {param for param in held if param.requires_grad}
-        self._trained = trained if optimizers and plan.stores_what_is_trained else None
         self._held = held if optimizers and plan.casts_calls and not plan.lowers_all else None
+        self._trained: set[Tensor] | None = None
         self._kept = {}
         self.in_float32: set[nn.Module] = set()
         for model in models if plan.enabled else ():
-            kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, self._trained)
+            kept = Kept(model, plan, optimizers)
+            self._trained = kept.trained
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import events
+from .. import events, patching
 from ..casting.engine import active_casting
 from ..iteration import reach
 
@@ -50,6 +50,7 @@ _FOLDERS = {
 _WATCHING = (
     os.path.join(os.path.dirname(__file__), ""),
     events.__file__,
+    patching.__file__,
     reach.__file__,
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
     os.path.join(_TORCH, "_ops.py"),

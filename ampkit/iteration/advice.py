@@ -160,47 +160,34 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 # Where a script calls torch
 
 
-def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
+def _group(original: Callable, lists: Any, *args: Any, **kwargs: Any) -> Any:
     """What all of torch.nn.utils that measures or clips gradients calls: in a block these are multiplied by the loss scale."""
-
-    @functools.wraps(original)
-    def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
-        for wrapper in wrappers():
-            if not wrapper.holds_scaled(lists[0]):
-                continue
-            if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
-                raise ConfigurationError(
-                    "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
-                    "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
-                    "delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
-                )
-            wrapper.advice.tell("scaled", "A clipping or a norm of torch.nn.utils was asked for")
-        return original(lists, *args, **kwargs)
-
-    return group
+    for wrapper in wrappers():
+        if not wrapper.holds_scaled(lists[0]):
+            continue
+        if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
+            raise ConfigurationError(
+                "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
+                "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
+                "delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
+            )
+        wrapper.advice.tell("scaled", "A clipping or a norm of torch.nn.utils was asked for")
+    return original(lists, *args, **kwargs)
 
 
-def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unscale(original: Callable, grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """What a ``torch.amp.GradScaler`` calls in ``step`` and in ``unscale_``."""
-
-    @functools.wraps(original)
-    def unscale(grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for wrapper in wrappers():
-            if wrapper.optimizer() is optimizer and wrapper.has_scale:
-                wrapper.advice.tell("GradScaler", type(optimizer).__name__)
-                wrapper.findings.came_through_no_block = False
-        return original(grad_scaler, optimizer, *args, **kwargs)
-
-    return unscale
+    for wrapper in wrappers():
+        if wrapper.optimizer() is optimizer and wrapper.has_scale:
+            wrapper.advice.tell("GradScaler", type(optimizer).__name__)
+            wrapper.findings.came_through_no_block = False
+    return original(grad_scaler, optimizer, *args, **kwargs)
 
 
 def _patch(patches: PatchSet) -> None:
-    for owner, name, wrap in (
-        (torch.autograd, "backward", reaching_backward),
-        (sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _grouping),
-        (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale),
-    ):
-        patches.set(owner, name, wrap(getattr(owner, name)))
+    patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
+    patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _group)
+    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale)
 
 
 calls_of_torch = SharedPatches(_patch)

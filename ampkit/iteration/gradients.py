@@ -7,9 +7,8 @@ step as it does in torch. It is float32 where the weight's precision cannot hold
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, forget_gradient, put_gradient
+from ..models.float32_values import Float32Value, forget_gradient, put_gradient, value_of
 from ..optimizers.scales import Scale, norm_of, on, ratio
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
@@ -50,17 +49,17 @@ class Slot:
 
 
 class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it."""
+    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` where those have rests."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_rests: bool) -> None:
+        self._with_rests = with_rests
         self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
 
-    def of(self, params: Iterable[torch.Tensor], values: Mapping[torch.Tensor, Float32Value]) -> Iterator[Slot]:
-        """The slots of these parameters; ``values`` has the float32 values of those that are in lower precision."""
+    def of(self, params: Iterable[torch.Tensor]) -> Iterator[Slot]:
         for param in params:
             slot = self._slots.get(id(param))
             if slot is None:
-                entry = values.get(param)
+                entry = value_of(param) if self._with_rests else None
                 if entry is not None and entry.rest is None:  # made of cast weights since, by a parametrization
                     entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
                 slot = self._slots[id(param)] = Slot(param, entry)
@@ -138,29 +137,24 @@ class Clipping:
         self._is_used = True
 
 
-def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _clip_narrow_gradients(
+    original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
     """torch's ``clip_grad_norm_``, reading narrow gradients as they are: their norm is float32."""
-
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
-        is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
-        has_narrow = (
-            any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
-        )
-        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
-            return original(params, max_norm, norm_type, *args, **kwargs)
-        norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
-        kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
-        return norm
-
-    return clip_grad_norm_
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
+    is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
+    has_narrow = any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
+    if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
+        return original(params, max_norm, norm_type, *args, **kwargs)
+    norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
+    kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
+    return norm
 
 
 def _patch_clipping(patches: PatchSet) -> None:
     for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-        patches.set(module, "clip_grad_norm_", _of_narrow_gradients(module.clip_grad_norm_))
+        patches.put_around(module, "clip_grad_norm_", _clip_narrow_gradients)
 
 
 torchs_clipping = SharedPatches(_patch_clipping)

@@ -164,7 +164,6 @@ class OptimizerWrapper:
             self.gradients.widen()
         for slot in lent:
             slot.entry.loans.lend_again(slot.entry)
-            slot.entry.loans.hand_gradient(slot.entry)
 
     def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
         """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans. Returns whether there are any.
@@ -391,7 +390,7 @@ class OptimizerWrapper:
 
     def _know_params(self, params: list[Tensor]) -> None:
         self.owner.train(params)
-        self.gradients.add(self._slots.of(params, self.owner.float32_values()))
+        self.gradients.add(self._slots.of(params))
         self._params = params
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
 from ..events import listeners, telling
-from ..patching import Reference, shared_patch
+from ..patching import Reference, SharedPatches
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -102,19 +102,14 @@ def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one for ref in tuple(retained_refs) if (one := ref()) is not None and one.grad_fn in nodes]
 
 
-def _noting_retained(original: Callable[..., None]) -> Callable[..., None]:
+def _retain_grad(original: Callable, tensor: torch.Tensor) -> None:
     """What stands in the place of ``Tensor.retain_grad``."""
-
-    @functools.wraps(original)
-    def retain_grad(tensor: torch.Tensor) -> None:
-        original(tensor)
-        if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
-            retained_refs.append(Reference(tensor, retained_refs.remove))
-
-    return retain_grad
+    original(tensor)
+    if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
+        retained_refs.append(Reference(tensor, retained_refs.remove))
 
 
-retained_results = shared_patch(lambda: torch.Tensor, "retain_grad", _noting_retained)
+retained_results = SharedPatches(lambda patches: patches.put_around(torch.Tensor, "retain_grad", _retain_grad))
 
 
 def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:

@@ -33,25 +33,17 @@ def in_float32(param: nn.Parameter) -> nn.Parameter | None:
     return nn.Parameter(entry.current(param), param.requires_grad)
 
 
-def deep_copying(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __deepcopy__(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo and (plain := in_float32(self)) is not None:
-            memo[id(self)] = plain
-        return original(self, memo)
-
-    return __deepcopy__
+def deep_copy(original: Callable, self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    if id(self) not in memo and (plain := in_float32(self)) is not None:
+        memo[id(self)] = plain
+    return original(self, memo)
 
 
-def pickling(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __reduce_ex__(self: nn.Parameter, protocol: int) -> Any:
-        if (plain := in_float32(self)) is None:
-            return original(self, protocol)
-        plain.__dict__.update(self.__dict__)  # which torch pickles, and does not copy
-        return original(plain, protocol)
-
-    return __reduce_ex__
+def pickle(original: Callable, self: nn.Parameter, protocol: int) -> Any:
+    if (plain := in_float32(self)) is None:
+        return original(self, protocol)
+    plain.__dict__.update(self.__dict__)  # which torch pickles, and does not copy
+    return original(plain, protocol)
 
 
 def for_processes(param: nn.Parameter) -> Any:

@@ -30,14 +30,6 @@ class Loan:
     before: Tensor | None = None
     gradient: Tensor | None = None
 
-    def begin(self, lent: Tensor) -> None:
-        self.lent, self.before = lent, self.lower.detach().clone()
-        self.hand_gradient()
-
-    def hand_gradient(self) -> None:
-        put_gradient(self.lent, self.lower.grad)  # inside of a block it is in lower precision
-        self.gradient = self.lower.grad
-
 
 class Loans:
     """The loans of one session, until the next forward or step, when what was written to them is taken over.
@@ -55,21 +47,17 @@ class Loans:
 
     def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
         """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
-        value, lent = entry.current(lower), self.held_by_script(entry)
+        self.end(entry)
+        lent = self.held_by_script(entry)
         if lent is None:
-            lent = nn.Parameter(value, requires_grad=lower.requires_grad)
-            loan = self._of[entry] = Loan(lower, weakref.ref(lent))
-            loan.begin(lent)
+            lent = nn.Parameter(lower.new_empty(0, dtype=torch.float32), requires_grad=lower.requires_grad)
+            self._of[entry] = Loan(lower, weakref.ref(lent))
+        self.lend_again(entry)
         return lent
 
     def held_by_script(self, entry: Float32Value) -> Tensor | None:
         """The parameter that was lent, if there still is one."""
         return self._of[entry].held() if entry in self._of else None
-
-    def hand_gradient(self, entry: Float32Value) -> None:
-        """Have the parameter that is lent hold the gradient of its weight, as it is now."""
-        if entry in self._of and self._of[entry].lent is not None:
-            self._of[entry].hand_gradient()
 
     def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
         """Take over what was written to the loan of one value, or of all. No rest may change while its value is lent.
@@ -81,15 +69,18 @@ class Loans:
             _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
     def lend_again(self, entry: Float32Value | None = None) -> None:
-        """Give parameters that a script still holds, of one value or of all, the values of now."""
+        """Give parameters that a script still holds, of one value or of all, the values and gradients of now."""
         for one in list(self._of) if entry is None else [entry] if entry in self._of else []:
             loan = self._of[one]
             if (held := loan.held()) is None:
                 del self._of[one]
-            elif loan.lent is None:
+                continue
+            if loan.lent is None:
                 one.move_rest_beside(loan.lower)
                 held.data = joined(loan.lower.detach(), one.rest)
-                loan.begin(held)
+                loan.lent, loan.before = held, loan.lower.detach().clone()
+            loan.gradient = loan.lower.grad
+            put_gradient(held, loan.gradient)  # inside of a block it is in lower precision
 
 
 def put_gradient(param: Tensor, gradient: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
-from ..patching import SharedPatches, Undo, shared_patch
+from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, no_kernel_in_its_place, take_off
 from .float32_values import lower_entries
@@ -124,7 +124,7 @@ def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install` for the model itself."""
     watchers.pop(model, None)
-    compiled_models.forget(model)
+    compiled_models.not_before_calls(weakref.ref(model))
     take_off(model)
 
 
@@ -325,7 +325,7 @@ def stand_before(cls: type, methods: Mapping[str, Around], undo: Undo, of_public
     public = () if of_public is None else _public_methods_of(cls)
     for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
         if (cls, name) not in _patched:
-            _patched[cls, name] = shared_patch(lambda: cls, name, functools.partial(_calling, cls, name, around))
+            _patched[cls, name] = SharedPatches(functools.partial(_put_before, cls, name, around))
         _patched[cls, name].acquire()
         undo.callback(_release, cls, name)
 
@@ -346,8 +346,8 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _calling(cls: type, name: str, around: Around, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    stored = inspect.getattr_static(cls, name, None)
+def _put_before(cls: type, name: str, around: Around, patches: PatchSet) -> None:
+    own, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
         def own(self, *args, **kwargs):
@@ -360,7 +360,7 @@ def _calling(cls: type, name: str, around: Around, own: Callable[..., Any] | Non
     # the own method, with the globals of this one.
     code, names = method.__code__.replace(), getattr(own, "__globals__", globals())
     method = types.FunctionType(code, names, name, None, method.__closure__)
-    return method if own is None else functools.wraps(own)(method)
+    patches.set(cls, name, method if own is None else functools.wraps(own)(method))
 
 
 def _is_parametrized(cls: type) -> bool:

@@ -6,7 +6,7 @@ NOTES.md says which. What ``keep_fp32=`` names gets a forward of its own (`KEPT`
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .incoming import held_by
+
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
+Plan = Any  # plan.py's, which stands above this room
 
 #: Why a parameter stays as it came.
 NOT_TRAINED = "no optimizer trains it"
@@ -33,27 +36,23 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 
 
 class Kept:
-    """The choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
+    """A plan's choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
 
     ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
-    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``trained``, where that is given.
+    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``trained``, unless that is None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        keep_norms: bool,
-        keep_fp32: Sequence[Any],
-        lowers_all: bool = False,
-        trained: Container[torch.Tensor] | None = None,
-    ) -> None:
-        self.trained = trained
-        self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
+    def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Any] = ()) -> None:
+        self.trained: set[torch.Tensor] | None = None
+        if plan.stores_what_is_trained and optimizers:
+            self.trained = {param for param in held_by(optimizers) if param.requires_grad}
+        keeps_norms = plan.keep_batchnorm_fp32 is not False
+        self.modules = {m: name for name, m in model.named_modules() if keeps_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.model = model
-        self.lowers_all = lowers_all
-        self.unmatched = [item for item in keep_fp32 if not self._keep(item)]
+        self.lowers, self.lowers_all = plan.casts_weights, plan.lowers_all
+        self.unmatched = [item for item in plan.keep_fp32 if not self._keep(item)]
         # torch's attention never calls its ``out_proj``: who names that names the attention.
         attentions = [
             (module, name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
@@ -67,6 +66,8 @@ class Kept:
         """Why a parameter of the module stays as it is; None where it is stored in lower precision."""
         if self.trained is not None and param not in self.trained:
             return NOT_TRAINED
+        if not self.lowers:
+            return "as it is"
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):

@@ -5,7 +5,8 @@ Each step has its undo. Weights are cast in place: a parameter stays the same ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 from .. import kernels
+from ..casting.engine import active_casting
 from ..casting.narrow_gradients import follow_dtype, keep_hooks_in_dtype
 from ..casting.state import stored
 from ..dtypes import CASTABLE
 from ..logs import logger, printable
 from ..patching import Undo, run_all
-from ..sharding import fsdp_modules
-from . import forward, sharded
+from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
+from . import forward
 from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
 from .incoming import flatten
@@ -27,33 +29,23 @@ from .keep_fp32 import NOT_TRAINED, Kept
 from .records import members
 from .shared_memory import refuse_coming_apart
 
-WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
 Plan = Any  # plan.py's, which stands above this room
 # What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def prepare_models(
-    models: Sequence[nn.Module], plan: Plan, trained: set[torch.Tensor] | None, originals: Originals, undo: Undo
-) -> None:
-    """Have these models compute as the plan says.
-
-    ``trained`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
-    """
-    loans = Loans()
-    keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
-    keeps_norms = bool(plan.keep_batchnorm_fp32)
-    kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
+def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, undo: Undo) -> Originals:
+    """Have these models compute as the plan says. While what was cast is returned, its undo is exact."""
+    loans, originals = Loans(), Originals()
+    kept = [Kept(model, plan, optimizers) for model in models]
     chosen: dict[torch.Tensor, str] = {}
-
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
         undo.callback(restore_weights, loans, originals)
-    for index, model in enumerate(models if plan.stores_weights else ()):
-        if not fsdp_modules(model):  # FSDP2 casts what it gathers
-            why_kept = kept[index].why_kept if plan.casts_weights else lambda *_: "as it is"
-            chosen |= _to_cast(model, why_kept, loans)
+    for choice in kept if plan.stores_weights else ():
+        if not fsdp_modules(choice.model):  # FSDP2 casts what it gathers
+            chosen |= _to_cast(choice, loans)
     refuse_coming_apart(models, chosen, plan)
     _warn_of_losses(chosen, plan)
     for param in chosen:
@@ -62,12 +54,13 @@ def prepare_models(
     flatten(module for model in models if plan.stores_weights for module in model.modules())
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
+    return originals
 
 
-def _to_cast(model: nn.Module, why_kept: WhyKept, loans: Loans) -> dict[torch.Tensor, str]:
+def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
     """Every parameter that is not kept, and its name. Tied weights share one value, also between models."""
     chosen: dict[torch.Tensor, str] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in choice.model.named_modules():
         # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
         if isinstance(module, torch.jit.ScriptModule) or module in members:
             continue
@@ -75,7 +68,7 @@ def _to_cast(model: nn.Module, why_kept: WhyKept, loans: Loans) -> dict[torch.Te
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
-            why = why_kept(module, param)
+            why = choice.why_kept(module, param)
             if why is NOT_TRAINED:
                 stored[param] = None
             elif param not in stored and (why is None or param.dtype is not torch.float32):
@@ -175,11 +168,52 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
             forward.install(module, forward.KEPT, undo)
     for model in models:
         if plan.casts_calls:
-            sharded.keep_no_casts_of_gathered(model, undo)
-        sharded.lay_gradients_as_parameters(model, undo)
+            _keep_no_casts_of_gathered(model, undo)
+        _lay_gradients_as_parameters(model, undo)
         if plan.has_narrow_results and not plan.casts_weights:
             forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
         # Calls of a script are cast by torch.autocast, beneath our patches.
         if not isinstance(model, torch.jit.ScriptModule):
             forward.install(model, own, undo)
+
+
+# On several processes. At O2, O3 and O5 sharded parameters stay float32, and FSDP2 casts them while it gathers them, by the policy
+# that `ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
+
+
+def _keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
+    """Forget casts of what FSDP2 has gathered for a module before and after its forward, until ``undo``.
+
+    A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
+    """
+    for module in fsdp_modules(model):
+        undo.callback(module.register_forward_pre_hook(_forget_casts).remove)
+        undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
+
+
+def _lay_gradients_as_parameters(model: nn.Module, undo: Undo) -> None:
+    """Have gradients that tensor parallelism leaves laid out otherwise than their parameters be laid out as these, until ``undo``.
+
+    With ``SequenceParallel`` each process sees some of the tokens, and all have the whole weight of a norm: each gets a part of a
+    sum, and judging or unscaling part of a sum tells nothing. A layer whose weight is sharded may get a whole gradient, and kernels
+    update the part of a weight that lies here. torch's optimizers redistribute both in their step.
+    """
+    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which does so by itself
+    param: Any  # a DTensor
+    for param in model.parameters():
+        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
+            undo.callback(param.register_hook(functools.partial(_laid_out, param.placements)).remove)
+
+
+def _laid_out(placements: Any, gradient: Any) -> Any:
+    if not is_sharded(gradient) or gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(placements=placements)
+
+
+def _forget_casts(module: nn.Module, *_: Any) -> None:
+    casting = active_casting()
+    if casting is not None:
+        for param in unsharded_params(module):
+            casting.caches.forget(param)

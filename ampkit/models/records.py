@@ -5,7 +5,6 @@ A value is found by its weight (`stored`) and not by a name. Nothing hangs on a 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,61 +40,46 @@ def parameters_now(model: nn.Module) -> list[LeftAs]:
     return [LeftAs(Reference(param), param.dtype, stored.get(param)) for param in every]
 
 
-def saving(original: Callable) -> Callable:
+def save(original: Callable, self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
     """``state_dict()`` has copies of the float32 values; as parameters with ``keep_vars=True``."""
-
-    @functools.wraps(original)
-    def _save_to_state_dict(self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
-        original(self, destination, prefix, keep_vars)
-        for name, lower, entry in lower_in(self):
-            key = prefix + name
-            destination[key] = entry.in_state_dict(lower, destination, key, keep_vars)
-
-    return _save_to_state_dict
+    original(self, destination, prefix, keep_vars)
+    for name, lower, entry in lower_in(self):
+        key = prefix + name
+        destination[key] = entry.in_state_dict(lower, destination, key, keep_vars)
 
 
-def saving_past_torch(original: Callable) -> Callable:
+def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The same for ``state_dict()`` of a module whose class writes what it saves by itself, past torch's method."""
-
-    @functools.wraps(original)
-    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        saved = original(self, *args, **kwargs)
-        if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
-            prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            for name, lower, entry in lower_in(self):
-                value = saved.get(key := prefix + name)
-                if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
-                    saved[key] = entry.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
-        return saved
-
-    return state_dict
+    saved = original(self, *args, **kwargs)
+    if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        for name, lower, entry in lower_in(self):
+            value = saved.get(key := prefix + name)
+            if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
+                saved[key] = entry.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
+    return saved
 
 
-def loading(original: Callable) -> Callable:
+def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
     """``load_state_dict()`` reaches weights and rests.
 
     Values in lower precision are left to torch: a write like any other, after which what was there before may be put back.
     """
-
-    @functools.wraps(original)
-    def _load_from_state_dict(self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
-        if metadata.get("assign_to_params_buffers") and self in members:
-            raise ConfigurationError(
-                "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
-                "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
-                "initialize()."
-            )
-        entries = list(lower_in(self))
-        for _, _, entry in entries:
-            entry.loans.end(entry)  # what was written to a loan before is older
-        original(self, state_dict, prefix, metadata, *args)
-        for name, tensor, entry in entries:
-            loaded = state_dict.get(prefix + name)
-            if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
-                if loaded.dtype is not tensor.dtype:
-                    entry.put(tensor, loaded)
-
-    return _load_from_state_dict
+    if metadata.get("assign_to_params_buffers") and self in members:
+        raise ConfigurationError(
+            "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
+            "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
+            "initialize()."
+        )
+    entries = list(lower_in(self))
+    for _, _, entry in entries:
+        entry.loans.end(entry)  # what was written to a loan before is older
+    original(self, state_dict, prefix, metadata, *args)
+    for name, tensor, entry in entries:
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
+            if loaded.dtype is not tensor.dtype:
+                entry.put(tensor, loaded)
 
 
 def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:

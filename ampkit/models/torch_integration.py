@@ -7,9 +7,8 @@ made and at the end of ``join()``, rests go with them.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +22,11 @@ from torch.optim import swa_utils
 from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..patching import PatchSet, Reference, SharedPatches, shared_patch
+from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import deep_copying, for_processes, pickling
+from .copies import deep_copy, for_processes, pickle
 from .float32_values import lower_entries
-from .records import loading, saving, saving_past_torch
+from .records import load, save, save_past_torch
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.
@@ -43,54 +42,43 @@ lying: dict[int, list[Reference]] = {}
 
 
 def _patch(patches: PatchSet) -> None:
-    average = swa_utils.AveragedModel
-    patches.set(average, "update_parameters", _averaging(average.update_parameters))
-    patches.set(torch, "_foreach_lerp_", _towards_float32_values(torch._foreach_lerp_))
-    patches.set(nn.Module, "_save_to_state_dict", saving(nn.Module._save_to_state_dict))
-    patches.set(nn.Module, "state_dict", saving_past_torch(nn.Module.state_dict))
-    patches.set(nn.Module, "_load_from_state_dict", loading(nn.Module._load_from_state_dict))
-    patches.set(nn.Parameter, "__deepcopy__", deep_copying(nn.Parameter.__deepcopy__))
-    patches.set(nn.Parameter, "__reduce_ex__", pickling(nn.Parameter.__reduce_ex__))
+    for owner, name, around in (
+        (swa_utils.AveragedModel, "update_parameters", _average),
+        (torch, "_foreach_lerp_", _lerp_to_float32_values),
+        (nn.Module, "_save_to_state_dict", save),
+        (nn.Module, "state_dict", save_past_torch),
+        (nn.Module, "_load_from_state_dict", load),
+        (nn.Parameter, "__deepcopy__", deep_copy),
+        (nn.Parameter, "__reduce_ex__", pickle),
+        (ParametrizationList, "__init__", _parametrize),
+        (ddp, "_sync_module_states", _send_rests),
+        *((getattr(torch.distributed, "ProcessGroup", None), name, _run_collective) for name in _WRITING),
+    ):
+        if hasattr(owner, name):
+            patches.put_around(owner, name, around)
     patches.set(ForkingPickler._extra_reducers, nn.Parameter, for_processes)
-    patches.set(ParametrizationList, "__init__", _parametrizing(ParametrizationList.__init__))
-    if not torch.distributed.is_available():
-        return
-    group = torch.distributed.ProcessGroup
-    for name in _WRITING:
-        if hasattr(group, name):
-            patches.set(group, name, _clearing_rests(getattr(group, name)))
-    if hasattr(ddp, "_sync_module_states"):
-        patches.set(ddp, "_sync_module_states", _with_rests(ddp._sync_module_states))
 
 
 #: What sessions with stored weights want patched.
 around_stored_weights = SharedPatches(_patch)
 
 
-def _parametrizing(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def init(self: Any, modules: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        try:
-            original(self, modules, weight, *args, **kwargs)
-        except ValueError as error:
-            if "dtype" not in str(error) or weight.dtype not in LOWER_PRECISION:
-                raise
-            raise ConfigurationError(
-                f"A parametrization that makes another dtype was registered on a weight that is stored in {weight.dtype}. Register "
-                "it before initialize(), name the layer in keep_fp32=, or use O5, where weights are float32."
-            ) from error
-
-    return init
+def _parametrize(original: Callable, self: Any, modules: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    try:
+        original(self, modules, weight, *args, **kwargs)
+    except ValueError as error:
+        if "dtype" not in str(error) or weight.dtype not in LOWER_PRECISION:
+            raise
+        raise ConfigurationError(
+            f"A parametrization that makes another dtype was registered on a weight that is stored in {weight.dtype}. Register "
+            "it before initialize(), name the layer in keep_fp32=, or use O5, where weights are float32."
+        ) from error
 
 
-def _clearing_rests(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work = original(self, *args, **kwargs)
-        _clear_rests(args[0] if args else next(iter(kwargs.values()), None))
-        return work
-
-    return collective
+def _run_collective(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    work = original(self, *args, **kwargs)
+    _clear_rests(args[0] if args else next(iter(kwargs.values()), None))
+    return work
 
 
 def _clear_rests(written: Any) -> None:
@@ -113,68 +101,48 @@ def _clear_rests(written: Any) -> None:
                 stored[weight].clear_rest()
 
 
-def _with_rests(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def sync_module_states(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        call = signature.bind(*args, **kwargs).arguments
-        module, names = call["module"], call["params_and_buffers_to_ignore"]
-        ignored = {id(param) for name, param in module.named_parameters() if name in names}
-        kept = [(param, entry) for param, entry in lower_entries(module) if entry.rest is not None]
-        entries = dict.fromkeys(entry for param, entry in kept if id(param) not in ignored)
-        if not entries:
-            return
-        rests = [entry.rest.flatten().view(torch.uint8) for entry in entries]  # not every backend has int16
-        torch.distributed._broadcast_coalesced(call["process_group"], rests, call["broadcast_bucket_size"], call["src"])
-        for entry, rest in zip(entries, rests):
-            entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
-
-    return sync_module_states
+def _send_rests(original: Callable, *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    module, names = call["module"], call["params_and_buffers_to_ignore"]
+    ignored = {id(param) for name, param in module.named_parameters() if name in names}
+    kept = [(param, entry) for param, entry in lower_entries(module) if entry.rest is not None]
+    entries = dict.fromkeys(entry for param, entry in kept if id(param) not in ignored)
+    if not entries:
+        return
+    rests = [entry.rest.flatten().view(torch.uint8) for entry in entries]  # not every backend has int16
+    torch.distributed._broadcast_coalesced(call["process_group"], rests, call["broadcast_bucket_size"], call["src"])
+    for entry, rest in zip(entries, rests):
+        entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
 
 
-def _averaging(original: Any) -> Any:
-    @functools.wraps(original)
-    def update_parameters(self: Any, model: nn.Module) -> None:
-        def parameters() -> Iterator[torch.Tensor]:
-            for param in model.parameters():
-                entry = stored.get(param)
-                yield param if entry is None else entry.current(param)
+def _average(original: Callable, self: Any, model: nn.Module) -> None:
+    def parameters() -> Iterator[torch.Tensor]:
+        for param in model.parameters():
+            entry = stored.get(param)
+            yield param if entry is None else entry.current(param)
 
-        # As much of a model as an average asks for.
-        original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
-
-    return update_parameters
+    # As much of a model as an average asks for.
+    original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
 
 
-def _towards_float32_values(original: Any) -> Any:
-    @functools.wraps(original)
-    def foreach_lerp_(self: Sequence[torch.Tensor], tensors1: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and len(self) == len(tensors1):
-            pairs = zip(
-                tensors1, (stored.get(end) if one.dtype is torch.float32 else None for one, end in zip(self, tensors1))
-            )
-            tensors1 = [end if entry is None else entry.current(end) for end, entry in pairs]
-        return original(self, tensors1, *args, **kwargs)
-
-    return foreach_lerp_
+def _lerp_to_float32_values(original: Callable, self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling() and len(self) == len(tensors1):
+        values = [stored.get(end) if one.dtype is torch.float32 else None for one, end in zip(self, tensors1)]
+        tensors1 = [end if value is None else value.current(end) for end, value in zip(tensors1, values)]
+    return original(self, tensors1, *args, **kwargs)
 
 
-def _exporting(original: Any) -> Any:
-    @functools.wraps(original)
-    def export(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        initialized = [model for model in mod.modules() if model in watchers] if isinstance(mod, nn.Module) else []
-        for model in initialized:
-            watchers[model].before_forward(model)
-        program = original(mod, *args, **kwargs)
-        # `close` makes the parameters of the model float32, in place.
-        if any(True for model in initialized for _ in lower_entries(model)):
-            copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
-            program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
-        return program
-
-    return export
+def _export(original: Callable, mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    initialized = [model for model in mod.modules() if model in watchers] if isinstance(mod, nn.Module) else []
+    for model in initialized:
+        watchers[model].before_forward(model)
+    program = original(mod, *args, **kwargs)
+    # `close` makes the parameters of the model float32, in place.
+    if any(True for model in initialized for _ in lower_entries(model)):
+        copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
+        program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
+    return program
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,4 +150,4 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-exports = shared_patch(lambda: torch.export, "export", _exporting)
+exports = SharedPatches(lambda patches: patches.put_around(torch.export, "export", _export))

@@ -12,6 +12,7 @@ from torch import nn
 import ampkit
 from ampkit import kernels
 from ampkit.iteration import ways
+from ampkit.models.float32_values import value_of
 
 OPTIONS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -84,10 +85,8 @@ def beside_float64(make, steps, edit=lambda step, optimizer, model: None, dtype=
 
 def values_of(model):
     """Float32 values, by the format of weights and rests."""
-    entries = ampkit.current_session().float32_values()
-    return [
-        kernels.join(p.detach(), entries[p].rest) if p in entries else p.detach().clone() for p in model.parameters()
-    ]
+    pairs = [(p.detach(), value_of(p)) for p in model.parameters()]
+    return [p.clone() if entry is None else kernels.join(p, entry.rest) for p, entry in pairs]
 
 
 def assert_equal_layout(found, expected):

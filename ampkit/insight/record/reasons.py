@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -125,9 +126,9 @@ def _rule(engine: Casting | None, function: str) -> Any:
 
 def _kept_by(running: Iterable[nn.Module]) -> str | None:
     """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
-    of_models = ((item, model) for one in live_sessions for item in one.plan.keep_fp32 for model in one.models)
-    for item, model in of_models:
-        if not set(running).isdisjoint(Kept(model, keep_norms=False, keep_fp32=(item,)).in_float32()):
+    of_models = ((one, item, model) for one in live_sessions for item in one.plan.keep_fp32 for model in one.models)
+    for one, item, model in of_models:
+        if not set(running).isdisjoint(Kept(model, replace(one.plan, keep_fp32=(item,))).in_float32()):
             return repr(item) if isinstance(item, str) else _name_of(item)
     return None
 
