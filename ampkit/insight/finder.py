@@ -18,10 +18,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..iteration.found_inf import values_of
 from ..registry import live_sessions
-from ..sharding import local
-from .evidence import DOMAIN, GIVEN, MASK, explain, readable
+from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
 from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
@@ -85,7 +83,7 @@ class Finder(Watch):
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside:
-            self._batch = next((len(one) for one in tensors_in(args) if one.dim()), self._batch)
+            self._batch = next((one.size(0) for one in tensors_in(args) if one.dim()), self._batch)
         super().forward_begins(module, args)
 
     def around(self, call: Call) -> Any:
@@ -104,10 +102,15 @@ class Finder(Watch):
                 self._widened.pop(address(one), None)
             if call.name == "cast" and made[0].element_size() > (read := call.inputs()[0]).element_size():
                 self._widened[address(made[0])] = read.dtype
-            if bad := [tensor for tensor in made if not is_finite(tensor)]:
+            sizes, origin = {tensor: largest(tensor) for tensor in made}, None
+            if bad := [tensor for tensor, size in sizes.items() if not math.isfinite(size)]:
                 origin = self._origin(call, before, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
+            self.on_results(call, sizes, origin)
         return out
+
+    def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
+        """An operator has made tensors with these largest values, and those that are not finite come from the origin."""
 
     def _origin(
         self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: list[torch.Tensor]
@@ -171,20 +174,10 @@ class Finder(Watch):
         self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or unknown
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True too where the question makes no sense."""
-    if is_lazy(tensor):
-        return True
-    values = values_of(local(tensor))
-    if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
-        return True
-    return bool(readable(values).isfinite().all())
-
-
 def _rows(bad: torch.Tensor, batch: int) -> str:
     """Rows of the batch that are not finite; nothing where all are."""
-    values = readable(local(bad.detach()))
-    if batch < 2 or not values.dim() or len(values) % batch or values.is_sparse:
+    values = readable(bad)
+    if batch < 2 or not values.dim() or len(values) % batch or bad.layout is not torch.strided or bad.is_nested:
         return ""
     rows = (~values.isfinite()).reshape(batch, -1).any(1).nonzero().flatten().tolist()
     if len(rows) in (0, batch):
@@ -200,16 +193,16 @@ def _is_read(call: Call) -> bool:
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether all that is not finite is -inf."""
-    values = readable(local(tensor))
+    values = readable(tensor)
     return bool((values.isfinite() | values.isneginf()).all())
 
 
 def _has_nan(tensors: list[torch.Tensor]) -> bool:
-    return any(bool(readable(local(tensor)).isnan().any()) for tensor in tensors)
+    return any(bool(readable(tensor).isnan().any()) for tensor in tensors)
 
 
 def _what(tensor: torch.Tensor) -> str:
-    values = readable(local(tensor))
+    values = readable(tensor)
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     found = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(found)} among {values.numel()} elements"

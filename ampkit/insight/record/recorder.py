@@ -116,7 +116,7 @@ class Recorder(Watch):
         group.paths[row].add(group.module)
         if begin is None:
             row.seconds += seconds
-            if made and not made[0].is_cpu:
+            if made and made[0].device.type not in ("cpu", "meta"):
                 self._accelerator = made[0].device.type
         else:
             self._timed.append((row, begin, self._event()))
