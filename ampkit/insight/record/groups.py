@@ -1,4 +1,4 @@
-"""`Group`: a function at a line, whose calls become rows by precision; and what is done with rows when a recording ends."""
+"""What a recording keeps while it runs: a `Group` for a function at a line, whose calls become rows, and `Origins` of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ...sharding import local
 from ..sites import Site
 from ..words import collapsed
 from .data import CallRow, add
@@ -95,3 +97,34 @@ def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
             calls = product.calls
             add(product, row)
             product.calls = calls
+
+
+class Origin:
+    """What is known of the tensor that was made in a piece of memory last.
+
+    ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from
+    (``source``), the origin of the ``weight`` it is the cast of, None for an activation, and the ``group`` of the call that it was
+    made for; one that the script makes is named by ``asked``.
+    """
+
+    __slots__ = ("asked", "group", "name", "row", "source", "weight")
+
+    def __init__(self) -> None:
+        self.name = self.row = self.source = self.weight = self.group = self.asked = None
+
+
+class Origins:
+    """Origins of tensors that live, by their memory."""
+
+    def __init__(self) -> None:
+        self._of_memory = WeakIdKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> Origin:
+        try:
+            memory = local(tensor).untyped_storage()
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper of another one, or lazy
+            return Origin()
+        found: Origin | None = self._of_memory.get(memory)
+        if found is None:
+            found = self._of_memory[memory] = Origin()
+        return found

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from ..words import in_bytes, percent, short
-from .data import CallRow, Rows
+from .data import CallRow, Record
 from .text import function_of, overview
 
 #: Lines of source around each that was recorded.
@@ -44,7 +44,7 @@ class _Line:
         return list(dict.fromkeys(reasons + sizes))
 
 
-def render(record: Rows) -> str:
+def render(record: Record) -> str:
     """The page. Raises ImportError where jinja2 is missing."""
     try:
         import jinja2
@@ -60,7 +60,7 @@ def render(record: Rows) -> str:
     )
 
 
-def _files(record: Rows) -> Iterator[dict[str, Any]]:
+def _files(record: Record) -> Iterator[dict[str, Any]]:
     files: dict[str, dict[int, list[CallRow]]] = {}
     for row in record.calls:
         if row.line:

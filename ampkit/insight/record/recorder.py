@@ -20,18 +20,16 @@ from torch import nn
 from ...casting.cache import CastCaches
 from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
-from ...events import Listener, is_stepping, listening, steps
+from ...events import Listener, forwards, is_stepping, steps
 from ...patching import PatchSet, Undo
 from ...registry import current_session, live_sessions
 from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow
-from .groups import Group, rows_of
-from .origins import Origin, Origins
+from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow, Record
+from .groups import Group, Origin, Origins, rows_of
 from .reasons import Argument, Reasons
-from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX
@@ -46,13 +44,35 @@ def _facts(op: Any) -> tuple[bool, bool, Any]:
     return name.startswith("empty"), name == "_to_copy", product_of(name)
 
 
-class Recorder(Watch):
-    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
-
-    looks_at_views = False
+class Iterations(Listener):
+    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
 
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
+        self.begun = 0  # steps of all optimizers
+        self.iterations = 0
+        self.on_iteration = on_iteration
+        self._first: Callable[[], Any] = lambda: None
+
+    def step_begins(self, optimizer: Any) -> None:
+        self.begun += 1
+        if self._first() is None:
+            self._first = weakref.ref(optimizer)
+        self.iterations += optimizer is self._first()
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        if self.begun and optimizer is self._first():  # else it began before
+            self.on_iteration(self.iterations)
+
+
+class Recorder(Iterations, Watch):
+    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
+
+    looks_at_views = False
+    sources = (forwards, steps)
+
+    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
+        super().__init__(on_iteration)
         self._groups: dict[Any, Group] = {}
         self._origins = Origins()
         self._reasons = Reasons()
@@ -63,15 +83,12 @@ class Recorder(Watch):
         self._last = 0  # node of the graph, when the last iteration ended
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
-        self._on_iteration = on_iteration
-        self._steps = Iterations(self._after_iteration)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         with PatchSet() as patches:
             patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
             self._reasons.watch(patches)
-            patches.enter_context(listening(self._steps, steps))
             for session in live_sessions:
                 for model in session.models:
                     self.on_module(model)
@@ -208,7 +225,7 @@ class Recorder(Watch):
         In the backward pass it begins with a node of autograd's, in an optimizer with a step.
         """
         if group.phase is STEP:
-            name, number = "step", self._steps.begun
+            name, number = "step", self.begun
         else:
             name, number = (call.node, call.number) if group.phase is BACKWARD else (call.op, -1)
         if group.lead is None or (is_product and not group.has_product and group.phase is not BACKWARD):
@@ -255,17 +272,18 @@ class Recorder(Watch):
 
     # At the end
 
-    def _after_iteration(self, iteration: int) -> None:
-        # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
-        last, self._last = self._last, max(self._forward, default=0)
-        self._forward = {number: call for number, call in self._forward.items() if number > last}
-        self._on_iteration(iteration)
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        if optimizer is self._first():
+            # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
+            last, self._last = self._last, max(self._forward, default=0)
+            self._forward = {number: call for number, call in self._forward.items() if number > last}
+        super().step_ends(optimizer, skipped)
 
     def finish(self) -> Record:
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3
-        iterations = max(1, self._steps.iterations)
+        iterations = max(1, self.iterations)
         record = Record(
             calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
             casts=[(str(origin.name), number / iterations, size) for origin, (number, size) in self._casts.items()],
@@ -280,26 +298,6 @@ class Recorder(Watch):
             cure = 'opt_level="O0"' if casts else "leave out its .half(), .bfloat16() or torch.autocast"
             record.notes.append(_SLOW.format(short(record.lower_precision), cure))
         return record
-
-
-class Iterations(Listener):
-    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
-
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
-        self.begun = 0  # steps of all optimizers
-        self.iterations = 0
-        self._on_iteration = on_iteration
-        self._first: Callable[[], Any] = lambda: None
-
-    def step_begins(self, optimizer: Any) -> None:
-        self.begun += 1
-        if self._first() is None:
-            self._first = weakref.ref(optimizer)
-        self.iterations += optimizer is self._first()
-
-    def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if self.begun and optimizer is self._first():  # else it began before
-            self._on_iteration(self.iterations)
 
 
 _active = threading.Lock()  # one recording in a process at a time
