@@ -58,6 +58,8 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
     returning or writing it, holds inf or NaN.
     """
     values = [readable(value) for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
+    finite = [value[value.isfinite()] for value in values]
+    size = max((one.abs().double().max().item() for one in finite if one.numel()), default=math.inf)
     number, bad = next((i, one) for i, one in enumerate(made) if not is_finite(one))
     result, exact = readable(bad), dict(enumerate(map(readable, _in_float64(call, inputs)))).get(number)
     wrong = ~result.isfinite()
@@ -65,13 +67,14 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
         needs = exact[wrong].abs().max().item()
         divisor = divisor_of(call.name, inputs[0])
         by = "" if divisor is None or not divisor.numel() else f", min |divisor| = {float(divisor.abs().min()):.4g}"
-        text = f"max |input| = {_largest(values)}{by}, {subject(call)} needs {needs:.4g}, {_end_of(bad)}"
-        return KERNEL if needs <= torch.finfo(bad.dtype).max else OVERFLOW, text, needs
+        end = torch.finfo(bad.dtype).max
+        text = f"max |input| = {size:.4g}{by}, {subject(call)} needs {needs:.4g}, {short(bad.dtype)} ends at "
+        return KERNEL if needs <= end else OVERFLOW, text + (f"{end:.0f}" if end < 1e6 else f"{end:.2g}"), needs
     for kind, text in _outside(call, inputs, values, wrong):
         return kind, text, None
-    if result.isinf().any() and _largest_of(values) > _LEAST_TO_OVERFLOW:
-        return OVERFLOW, f"max |input| = {_largest(values)}, {subject(call)} needs more than float64 has", None
-    return DOMAIN, f"{subject(call)} is not defined for inputs up to {_largest(values)}", None
+    if result.isinf().any() and size > _LEAST_TO_OVERFLOW:
+        return OVERFLOW, f"max |input| = {size:.4g}, {subject(call)} needs more than float64 has", None
+    return DOMAIN, f"{subject(call)} is not defined for inputs up to {size:.4g}", None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,24 +150,6 @@ def subject(call: Call) -> str:
     if call.name == "cast":
         return "the cast"
     return f"the gradient of {name}" if call.backward else name
-
-
-def _largest_of(values: list[torch.Tensor]) -> float:
-    """The largest that is finite; inf where none is."""
-    found = [value[value.isfinite()].abs().double().max().item() for value in values if value.isfinite().any()]
-    return max(found, default=math.inf)
-
-
-def _largest(values: list[torch.Tensor]) -> str:
-    return f"{_largest_of(values):.4g}"
-
-
-def _end_of(tensor: torch.Tensor) -> str:
-    return f"{short(tensor.dtype)} ends at {_plain(torch.finfo(tensor.dtype).max)}"
-
-
-def _plain(number: float) -> str:
-    return f"{number:.0f}" if number < 1e6 else f"{number:.2g}"
 
 
 def _share(mask: torch.Tensor) -> str:

@@ -123,7 +123,8 @@ class Finder(Watch):
             return known
         given = call.args, call.kwargs
         constants = [one for one in tree_leaves(given) if isinstance(one, float) and not math.isfinite(one)]
-        is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
+        has_nan = any(bool(readable(one).isnan().any()) for one in bad)
+        is_nan_new = has_nan and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
@@ -195,10 +196,6 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether all that is not finite is -inf."""
     values = readable(tensor)
     return bool((values.isfinite() | values.isneginf()).all())
-
-
-def _has_nan(tensors: list[torch.Tensor]) -> bool:
-    return any(bool(readable(tensor).isnan().any()) for tensor in tensors)
 
 
 def _what(tensor: torch.Tensor) -> str:

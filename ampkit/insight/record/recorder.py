@@ -21,7 +21,7 @@ from ...casting.cache import CastCaches
 from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
 from ...events import Listener, forwards, is_stepping, steps
-from ...patching import PatchSet, Undo
+from ...patching import PatchSet
 from ...registry import current_session, live_sessions
 from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import pattern, short
@@ -75,7 +75,7 @@ class Recorder(Iterations, Watch):
         super().__init__(on_iteration)
         self._groups: dict[Any, Group] = {}
         self._origins = Origins()
-        self._reasons = Reasons()
+        self.reasons = Reasons()
         self._roots: list[nn.Module] = []
         self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[CallRow, str] = {}  # where a row's dtype comes from
@@ -83,17 +83,6 @@ class Recorder(Iterations, Watch):
         self._last = 0  # node of the graph, when the last iteration ended
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with PatchSet() as patches:
-            patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
-            self._reasons.watch(patches)
-            for session in live_sessions:
-                for model in session.models:
-                    self.on_module(model)
-            patches.enter_context(self)
-            yield
 
     # What a call belongs to
 
@@ -125,7 +114,7 @@ class Recorder(Iterations, Watch):
         if not read and (not made or is_empty):  # marks of the profiler, and memory
             return out
         group = self._group_of(call)
-        if is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
+        if is_cast and len(read) == len(made) == 1 and len({read[0].dtype, made[0].dtype} & _FLOATING) == 2:
             self._note_cast(group, read[0], made[0])
             row: Any = group
         else:
@@ -262,7 +251,7 @@ class Recorder(Iterations, Watch):
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
-        return f"{name}: {self._reasons.why(call, row.dtype, arguments, running)}"
+        return f"{name}: {self.reasons.why(call, row.dtype, arguments, running)}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
         origin = self._origins.of(tensor)
@@ -330,16 +319,17 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
             "end it first, or use its record."
         )
     record = Record()
-    with Undo() as undo:
-        undo.callback(_active.release)
+    with PatchSet() as patches:
+        patches.callback(_active.release)
         recorder = Recorder(on_iteration)
-        undo.callback(lambda: vars(record).update(vars(recorder.finish())))
-        undo.enter_context(recorder.running())
+        patches.callback(lambda: vars(record).update(vars(recorder.finish())))
+        patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
+        recorder.reasons.watch(patches)
+        for session in live_sessions:
+            for model in session.models:
+                recorder.on_module(model)
+        patches.enter_context(recorder)
         yield record
-
-
-def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:
-    return read.dtype is not made.dtype and read.dtype in _FLOATING and made.dtype in _FLOATING
 
 
 def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
