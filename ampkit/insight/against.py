@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtypes import LOWER_PRECISION
-from ..sharding import local
+from .evidence import largest, readable
 from .repeating import Repetition
 from .watching import Call, Place, Watch, address, cast, place, tensors_in
 from .words import short
@@ -154,18 +154,18 @@ class _Shadows(Watch):
 def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
     """A sum that is 0 but for rounding, as the gradient of a bias before a batch norm."""
     is_of_bias = call.op is torch.ops.aten.convolution_backward.default and exact.dim() == 1
-    floating = [local(one.detach()) for one in inputs if one.is_floating_point() and one.numel()]
+    floating = [one for one in inputs if one.is_floating_point() and one.numel()]
     if not exact.numel() or not (is_of_bias or len(floating) == 1):
         return False
     terms = max(1.0, floating[0].numel() / exact.numel())
-    return float(local(exact.detach()).abs().max()) <= _NOTHING * terms * float(floating[0].abs().max())
+    return largest(exact) <= _NOTHING * terms * largest(floating[0])
 
 
 def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
     """The norm of the difference over the norm of ``exact``; 0 for what is no floating-point number."""
     if tensor is exact or not tensor.is_floating_point():
         return 0.0
-    tensor, exact = local(tensor.detach()).double(), local(exact.detach()).double()
+    tensor, exact = readable(tensor).double(), readable(exact).double()
     off, size = float(torch.linalg.vector_norm(tensor - exact)), float(torch.linalg.vector_norm(exact))
     return off / (size or off or 1.0)
 

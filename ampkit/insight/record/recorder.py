@@ -82,7 +82,7 @@ class Recorder(Iterations, Watch):
         self._notes: list[str] = []
         self._last = 0  # node of the graph, when the last iteration ended
         self._accelerator: str | None = None
-        self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
+        self._timed: list[tuple[CallRow, Any, Any]] = []
 
     # What a call belongs to
 
@@ -116,7 +116,7 @@ class Recorder(Iterations, Watch):
         group = self._group_of(call)
         if is_cast and len(read) == len(made) == 1 and len({read[0].dtype, made[0].dtype} & _FLOATING) == 2:
             self._note_cast(group, read[0], made[0])
-            row: Any = group
+            row = group.waiting
         else:
             row = self._note_call(group, call, formula, read, made)
         group.paths[row].add(group.module)
@@ -155,8 +155,8 @@ class Recorder(Iterations, Watch):
 
     def _note_cast(self, group: Group, read: torch.Tensor, made: torch.Tensor) -> None:
         source, result = self._origins.of(read), self._origins.of(made)
-        group.casts += 1
-        group.bytes_cast += made.nbytes
+        group.waiting.casts += 1
+        group.waiting.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
             result.source, result.group = read.dtype, group
             result.weight = source if source.name is not None else None
@@ -171,7 +171,7 @@ class Recorder(Iterations, Watch):
 
     def _note_call(
         self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> CallRow | Group:
+    ) -> CallRow:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
         dtypes_in = {self._before_cast(self._origins.of(tensor), tensor, group) for tensor in floating}
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
@@ -180,7 +180,7 @@ class Recorder(Iterations, Watch):
         dtype = out if is_told else _computes_in(floating) or out
         is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
         if dtype is None and group.last is None and not is_read:  # indices and counts, before the call's own numbers
-            return group
+            return group.waiting
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         precision = frozenset(dtypes_in), out, dtype, verdict
         if group.function in (AMPKIT, GRAD_SCALER):  # one row for all that it does at a line
