@@ -88,9 +88,9 @@ class Finder(Watch):
 
     def around(self, call: Call) -> Any:
         self.operations += 1
-        before = {
-            id(tensor): tensor.clone() for tensor in call.written() if tensor.is_floating_point() and _is_read(call)
-        }
+        written = list(arguments_written(call.op, call.args, call.kwargs))
+        is_overwritten = call.name in _FILLS or any(name == "out" for name, _ in written)
+        before = {} if is_overwritten else {id(one): one.clone() for _, one in written if one.is_floating_point()}
         try:
             out = call()
         except Exception as error:
@@ -112,9 +112,7 @@ class Finder(Watch):
     def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
         """An operator has made tensors with these largest values, and those that are not finite come from the origin."""
 
-    def _origin(
-        self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: list[torch.Tensor]
-    ) -> Culprit | None:
+    def _origin(self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
         skipped = {id(tensor) for tensor in call.written()} - before.keys()
         read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
         bad_inputs = [(tensor, was) for tensor in read if not is_finite(was := before.get(id(tensor), tensor))]
@@ -184,12 +182,6 @@ def _rows(bad: torch.Tensor, batch: int) -> str:
     if len(rows) in (0, batch):
         return ""
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of {batch} (the first is 0)"
-
-
-def _is_read(call: Call) -> bool:
-    return call.name not in _FILLS and not any(
-        name == "out" for name, _ in arguments_written(call.op, call.args, call.kwargs)
-    )
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
