@@ -16,7 +16,7 @@ from ...logs import is_rank_zero
 from ...scripts import running
 from ..observed import observe
 from ..watching import Enough
-from .data import Record
+from .record import Record
 from .recorder import Iterations, recorded
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"

@@ -1,18 +1,14 @@
-"""`Record`, what `recording` gives: rows of plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
+"""The rows of a recording: plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...dtypes import LOWER_PRECISION
-from ..words import short
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 #: Functions of rows that are no work of the script's own.
@@ -77,14 +73,8 @@ class Advice:
 
 
 @dataclass
-class Record:
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json` or `to_html`.
-
-    ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
-    weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
-    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), and ``notes`` what
-    is to be known of the figures.
-    """
+class Rows:
+    """All rows of a recording and what follows from them; `Record` has the documentation."""
 
     calls: list[CallRow] = field(default_factory=list)
     casts: list[tuple[str, float, int]] = field(default_factory=list)
@@ -130,22 +120,6 @@ class Record:
 
     def share_of_flops(self, row: CallRow) -> float:
         return row.flops / self.flops if self.flops else 0.0
-
-    def to_json(self, path: str | Path) -> None:
-        """Write all rows as JSON: the fields, files without their folders, and dtypes as ``"bfloat16"``."""
-        fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
-        Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
-
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that needs no network: the source with dtypes and shares of time, and what to change. It takes jinja2."""
-        from .page import render
-
-        Path(path).write_text(render(self), encoding="utf-8")
-
-    def __str__(self) -> str:
-        from .text import in_words
-
-        return in_words(self)
 
 
 def add(row: CallRow, other: CallRow) -> None:

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from ..words import in_bytes, percent, short
-from .data import CallRow, Record
+from .data import CallRow, Rows
 from .text import function_of, overview
 
 #: Lines of source around each that was recorded.
@@ -43,7 +43,7 @@ class _Line:
         return list(dict.fromkeys(reasons + sizes))
 
 
-def render(record: Record) -> str:
+def render(record: Rows) -> str:
     """The page. Raises ImportError where jinja2 is missing."""
     try:
         import jinja2
@@ -59,7 +59,7 @@ def render(record: Record) -> str:
     )
 
 
-def _files(record: Record) -> Iterator[dict[str, Any]]:
+def _files(record: Rows) -> Iterator[dict[str, Any]]:
     files: dict[str, dict[int, list[CallRow]]] = {}
     for row in record.calls:
         if row.line:

@@ -27,9 +27,10 @@ from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow, Record
+from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow
 from .groups import Group, Origin, Origins, rows_of
 from .reasons import Argument, Reasons
+from .record import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..words import columns, in_bytes, in_seconds, short
-from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Record, add
+from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 
 WIDTH = 100
 _MOST_ROWS = 25
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
-def in_words(record: Record) -> str:
+def in_words(record: Rows) -> str:
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
     lines = [part for line in overview(record) for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
@@ -25,7 +25,7 @@ def in_words(record: Record) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def overview(record: Record) -> list[str]:
+def overview(record: Rows) -> list[str]:
     shares = ", ".join(f"{share:.0%} {short(dtype)}" for dtype, share in record.flops_by_dtype().items())
     plural = "s" * (record.iterations != 1)
     return [
@@ -36,7 +36,7 @@ def overview(record: Record) -> list[str]:
     ]
 
 
-def _calls(record: Record) -> list[str]:
+def _calls(record: Rows) -> list[str]:
     calls = by_line(record)
     shown = calls[:_MOST_ROWS]
     rows = [("time", "FLOPs", "cast", "line", "function", "in -> out", "why")]
@@ -52,7 +52,7 @@ def _calls(record: Record) -> list[str]:
     return lines
 
 
-def _advice(record: Record) -> list[str]:
+def _advice(record: Rows) -> list[str]:
     lines = []
     for number, advice in enumerate(record.advice, start=1):
         where = f"{advice.site}: " if advice.site else ""
@@ -68,8 +68,8 @@ def function_of(row: CallRow) -> str:
     return f"{row.function} {_PHASES.get(row.phase, row.phase)}"
 
 
-def by_line(record: Record) -> list[CallRow]:
-    """Record that differ in the module alone as one, most time first."""
+def by_line(record: Rows) -> list[CallRow]:
+    """Rows that differ in the module alone as one, most time first."""
     rows: dict[Any, CallRow] = {}
     for row in record.calls:
         known = rows.setdefault(row.key, replace(row, module="", **dict.fromkeys(SUMS, 0)))
