@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtypes import LOWER_PRECISION
-from ..sharding import local
+from .evidence import largest, readable
 from .repeating import Repetition
 from .watching import Call, Place, Watch, address, cast, place, tensors_in
 from .words import short
@@ -116,31 +116,26 @@ class _Shadows(Watch):
 
         before = call.inputs()
         errors = [distance(tensor, self.of(tensor)) for tensor in before if id(tensor) not in written]
-        args, kwargs = tree_map(widen, (call.args, call.kwargs))
-        differs = any(
-            one is not other for one, other in zip(tree_leaves((args, kwargs)), tree_leaves((call.args, call.kwargs)))
-        )
+        given = call.args, call.kwargs
+        widened = tree_map(widen, given)
+        differs = any(one is not other for one, other in zip(tree_leaves(widened), tree_leaves(given)))
         is_random = torch.Tag.nondeterministic_seeded in call.op.tags
-        exact = call.op(*args, **kwargs) if differs and not is_random else None
+        exact = call.op(*widened[0], **widened[1]) if differs and not is_random else None
         out = call()
         if exact is None:
             for tensor in (*tensors_in(out), *call.written()):
                 self._shadows.pop(_key(tensor), None)
             return out
         pairs = [*zip(tensors_in(out), tensors_in(exact), strict=True)]
-        pairs += [
-            (tensor, shadow) for tensor, shadow in zip(before, tensors_in((args, kwargs))) if id(tensor) in written
-        ]
+        pairs += [(one, shadow) for one, shadow in zip(before, tensors_in(widened)) if id(one) in written]
         for tensor, shadow in pairs:
             self._shadows[_key(tensor)] = shadow
             if not call.op.is_view:
-                self._note(call, tensor, shadow, max(errors, default=0.0), before)
+                self._note(call, tensor, shadow, max(errors, default=0.0))
         return out
 
-    def _note(
-        self, call: Call, out: torch.Tensor, shadow: torch.Tensor, of_inputs: float, inputs: list[torch.Tensor]
-    ) -> None:
-        error = distance(out, shadow)
+    def _note(self, call: Call, out: torch.Tensor, shadow: torch.Tensor, of_inputs: float) -> None:
+        error, inputs = distance(out, shadow), call.inputs()
         eps = max((torch.finfo(one.dtype).eps for one in (out, *inputs) if one.is_floating_point()), default=0.0)
         excess = error / (of_inputs + eps) if eps else 0.0
         if excess < _EXCESS or _is_rounded_zero(call, shadow, inputs):
@@ -154,18 +149,18 @@ class _Shadows(Watch):
 def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
     """A sum that is 0 but for rounding, as the gradient of a bias before a batch norm."""
     is_of_bias = call.op is torch.ops.aten.convolution_backward.default and exact.dim() == 1
-    floating = [local(one.detach()) for one in inputs if one.is_floating_point() and one.numel()]
+    floating = [one for one in inputs if one.is_floating_point() and one.numel()]
     if not exact.numel() or not (is_of_bias or len(floating) == 1):
         return False
     terms = max(1.0, floating[0].numel() / exact.numel())
-    return float(local(exact.detach()).abs().max()) <= _NOTHING * terms * float(floating[0].abs().max())
+    return largest(exact) <= _NOTHING * terms * largest(floating[0])
 
 
 def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
     """The norm of the difference over the norm of ``exact``; 0 for what is no floating-point number."""
     if tensor is exact or not tensor.is_floating_point():
         return 0.0
-    tensor, exact = local(tensor.detach()).double(), local(exact.detach()).double()
+    tensor, exact = readable(tensor).double(), readable(exact).double()
     off, size = float(torch.linalg.vector_norm(tensor - exact)), float(torch.linalg.vector_norm(exact))
     return off / (size or off or 1.0)
 

@@ -37,7 +37,7 @@ from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .failures import in_words
 from .observed import observe
 from .record.arithmetic import product_of
-from .record.reasons import Regions
+from .record.reasons import EXACT, Regions
 from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
@@ -171,10 +171,11 @@ class Observer(Watch, logging.Handler):
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         with _unseen():
-            self.standstill.step_ends(optimizer, skipped)
+            is_taken = not (skipped or is_skipped(optimizer))
+            self.standstill.step_ends(optimizer, is_taken)
             if optimizer not in self._looked_at:
                 self._look()
-                if not (skipped or is_skipped(optimizer)):  # its moments are there
+                if is_taken:  # its moments are there
                     self._looked_at.add(optimizer)
         # Weights in float16 may be frozen, and their gradients scaled by hand.
         is_float16 = self.does.endswith("in float16") and "weights" not in self.does
@@ -195,9 +196,7 @@ class Observer(Watch, logging.Handler):
             owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
             params = [param for params in owners for param in params]
             has_float32 = any(one.dtype is torch.float32 for one in params)
-            others = (
-                LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, torch.float64, torch.complex64, torch.complex128)
-            )
+            others = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, *EXACT)
             dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
             trained = {short(one.dtype) for one in params if one.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
@@ -211,10 +210,6 @@ class Observer(Watch, logging.Handler):
         """Products in lower precision that neither a level nor torch.autocast has cast, nor weights explain."""
         if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
             self.does += f", with casts of its own: products in {lower[0]}"
-
-    def all_mistakes(self) -> Iterator[str]:
-        yield from self.standstill.lost_in_lower_precision(self.models)
-        yield from self.mistakes
 
     def _pass(self, count: int) -> None:
         self._enough = self._enough or count >= _PASSES * self.iterations
@@ -359,7 +354,8 @@ def _unseen() -> Iterator[None]:
 
 def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     """The lines to print, and whether they name a mistake."""
-    models, optimizers, mistakes = seen.models, list(seen.steps), list(seen.all_mistakes())
+    models, optimizers = seen.models, list(seen.steps)
+    mistakes = [*seen.standstill.lost_in_lower_precision(models), *seen.mistakes]
     sizes = [sum(param.numel() for param in known(model.parameters())) for model in models]
     names = ", ".join(f"{type(model).__name__} ({size:,} parameters)" for model, size in zip(models, sizes))
     steps = ", ".join(f"{count} steps of {type(one).__name__}" for one, count in seen.steps.items())

@@ -17,8 +17,8 @@ import torch
 from ..casting.engine import active_casting
 from ..logs import logger
 from ..registry import live_sessions
-from .evidence import HINTS
-from .finder import Culprit, is_finite
+from .evidence import HINTS, is_finite
+from .finder import Culprit
 from .repeating import Repetition
 from .watching import Call, Watch, cast
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from .against import Comparison, compare
 from .cures import Cure, Trials, of_precision, of_scale
-from .evidence import GIVEN, OVERFLOW, SCALE
+from .evidence import GIVEN, SCALE
 from .finder import Culprit, Finder
-from .trend import LARGE, largest
 from .words import short
 
 
@@ -117,14 +116,5 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
                 at_floor = Finder()  # what overflows first at a high scale may be harmless
                 at_floor.run(iteration, run.floor / run.scale)
                 culprit = at_floor.culprit or culprit
-            found = [*of_precision(trials, culprit), *_of_divergence(finder)]
+            found = of_precision(trials, culprit)
     return Diagnosis(finder.operations, run.scale, culprit, tuple(found), tuple(finder.given))
-
-
-def _of_divergence(finder: Finder) -> Iterator[Cure]:
-    """What no trial on one batch can tell: that an iteration fails by weights which grew in those before."""
-    params = (param for module in list(finder.modules) for param in module.parameters(recurse=False))
-    size = max(map(largest, params), default=0.0)
-    if finder.culprit is not None and finder.culprit.kind == OVERFLOW and size > LARGE:
-        words = "if the losses rose before, the run diverges, in float32 too: lower the learning rate"
-        yield Cure(f"the largest weight is {size:.4g}; {words}")

@@ -25,9 +25,9 @@ from ..scripts import running
 from .around_step import is_skipped
 from .cures import Cure, in_bfloat16
 from .diagnose import Diagnosis
-from .evidence import DIFFERENCE, DIVERGES, DIVISION, GIVEN, HINTS, KERNEL, LOG, OVERFLOW, PRODUCT, SCALE, SPIKE
+from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
 from .failures import culprit_of
-from .finder import Culprit, Finder, is_finite
+from .finder import Culprit, Finder
 from .observed import observe
 from .repeating import rule_of, unwatched
 from .sites import look
@@ -90,7 +90,7 @@ class ScriptFinder(Finder):
         self._floor = 0.0  # the lowest that it can reach
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied
-        self._trend = Trend(self._needed)
+        self._trend = Trend()
         self._of_gradients: dict[int, Culprit | None] = {}  # origins, during a step
         self._bad = ""  # of the latest gradients that were not finite
         self._first: Any = None
@@ -98,15 +98,10 @@ class ScriptFinder(Finder):
 
     # What happens
 
-    def around(self, call: Call) -> Any:
-        out = super().around(call)
-        if not call.op.is_view and call.site is not None:
-            self._trend.operator(call, [*tensors_in(out), *call.written()], self._scale or 1.0)
-        return out
-
-    def _needed(self, call: Call, tensor: torch.Tensor) -> float | None:
-        origin = self._origins.get(address(tensor))
-        return origin.needed if origin is not None and (origin.site, origin.op) == (call.site, str(call.op)) else None
+    def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
+        is_origin = origin is not None and (origin.site, origin.op) == (call.site, str(call.op))
+        if call.site is not None:
+            self._trend.operator(call, sizes, (is_origin and origin.needed) or 0.0, self._scale or 1.0)
 
     def on_module(self, module: nn.Module) -> None:
         """Nothing is looked up: weights that are not finite are found where a line uses them."""
@@ -170,7 +165,7 @@ class ScriptFinder(Finder):
             params = [param for one in list(self.modules) for param in one.parameters(recurse=False)]
             gradients = [param.grad for param in params if param.grad is not None]
             self.on_gradients(gradients)
-            if self._trend.gradients(gradients, self._scale or 1.0, self.iteration):
+            if self._trend.gradients(max(map(largest, gradients), default=0.0) / (self._scale or 1.0), self.iteration):
                 self._save()
         if self.culprit is None:
             self._in_a_row = 0
@@ -210,14 +205,12 @@ class ScriptFinder(Finder):
             text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
             return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
-        is_low = bool(self._descents) and (self._scale or 1.0) < 1.0
         saved = f"nothing was saved to {self._path}" * (self._path is not None)
-        notes = note, self._bad or self._trend.smallest_divisor() * is_low, saved
-        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, notes)))
+        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
         """What has led to a culprit, or goes wrong in finite numbers: gradients that spiked, or a run that diverges."""
-        if culprit is not None and culprit.kind not in (OVERFLOW, KERNEL, DIFFERENCE, PRODUCT, GIVEN):
+        if culprit is not None and culprit.kind not in ENDS_OF_GROWTH:
             return culprit
         if self._trend.spike is not None or not (rise := self._trend.divergence()):
             return self._trend.spike or culprit

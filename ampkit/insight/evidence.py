@@ -11,8 +11,10 @@ import math
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from .watching import COMPLEX, FLOATING, Call, arguments_written, cast, tensors_in
+from ..sharding import local
+from .watching import COMPLEX, FLOATING, Call, arguments_written, cast, stored_in, tensors_in
 from .words import short
 
 OVERFLOW = "overflow of the format"
@@ -44,6 +46,8 @@ HINTS = {
     DIVERGES: "most likely in float32 too: lower the learning rate, or warm it up",
     ONE_ROW: "unbiased=False divides by 1 and not by 0; drop_last=True of the DataLoader leaves out a last batch of one row",
 }
+#: What a run that grows may end in.
+ENDS_OF_GROWTH = (OVERFLOW, KERNEL, DIFFERENCE, PRODUCT, GIVEN)
 
 _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "pow": 0}
 _PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul"}
@@ -54,25 +58,46 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
     returning or writing it, holds inf or NaN.
     """
     values = [readable(value) for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
-    number, bad = next((i, one) for i, one in enumerate(made) if not readable(one).isfinite().all())
-    result, exact = readable(bad), dict(enumerate(_in_float64(call, inputs))).get(number)
+    finite = [value[value.isfinite()] for value in values]
+    size = max((one.abs().double().max().item() for one in finite if one.numel()), default=math.inf)
+    number, bad = next((i, one) for i, one in enumerate(made) if not is_finite(one))
+    result, exact = readable(bad), dict(enumerate(map(readable, _in_float64(call, inputs)))).get(number)
     wrong = ~result.isfinite()
-    if exact is not None and exact[wrong].isfinite().all():
+    if exact is not None and exact.shape == wrong.shape and exact[wrong].isfinite().all():
         needs = exact[wrong].abs().max().item()
         divisor = divisor_of(call.name, inputs[0])
         by = "" if divisor is None or not divisor.numel() else f", min |divisor| = {float(divisor.abs().min()):.4g}"
-        text = f"max |input| = {_largest(values)}{by}, {subject(call)} needs {needs:.4g}, {_end_of(bad)}"
-        return KERNEL if needs <= torch.finfo(bad.dtype).max else OVERFLOW, text, needs
+        end = torch.finfo(bad.dtype).max
+        text = f"max |input| = {size:.4g}{by}, {subject(call)} needs {needs:.4g}, {short(bad.dtype)} ends at "
+        return KERNEL if needs <= end else OVERFLOW, text + (f"{end:.0f}" if end < 1e6 else f"{end:.2g}"), needs
     for kind, text in _outside(call, inputs, values, wrong):
         return kind, text, None
-    if result.isinf().any() and _largest_of(values) > _LEAST_TO_OVERFLOW:
-        return OVERFLOW, f"max |input| = {_largest(values)}, {subject(call)} needs more than float64 has", None
-    return DOMAIN, f"{subject(call)} is not defined for inputs up to {_largest(values)}", None
+    if result.isinf().any() and size > _LEAST_TO_OVERFLOW:
+        return OVERFLOW, f"max |input| = {size:.4g}, {subject(call)} needs more than float64 has", None
+    return DOMAIN, f"{subject(call)} is not defined for inputs up to {size:.4g}", None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """One of one byte, which has few operators, as float32."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
+    """What it stores here; of one byte, which has few operators, as float32."""
+    values = stored_in(local(tensor.detach()))
+    return values.float() if values.is_floating_point() and values.element_size() < 2 else values
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value, NaN where there is one: finite where all are. 0 where the question makes no sense."""
+    if is_lazy(tensor) or tensor.is_meta:
+        return 0.0
+    values = readable(tensor)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    return math.isfinite(largest(tensor))
 
 
 def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.Tensor) -> Any:
@@ -115,9 +140,8 @@ def divisor_of(name: str, args: Any) -> torch.Tensor | None:
         return None
     if name.endswith("pow") and not (isinstance(args[1], (int, float)) and args[1] < 0):
         return None
-    one = args[place]
-    is_list = isinstance(one, (tuple, list))  # of tensors or of numbers
-    return torch.cat([torch.as_tensor(part).flatten() for part in one]) if is_list else torch.as_tensor(one)
+    parts = args[place] if isinstance(args[place], (tuple, list)) else [args[place]]  # of tensors or of numbers
+    return torch.cat([readable(torch.as_tensor(part)).flatten() for part in parts]) if len(parts) else None
 
 
 def subject(call: Call) -> str:
@@ -126,24 +150,6 @@ def subject(call: Call) -> str:
     if call.name == "cast":
         return "the cast"
     return f"the gradient of {name}" if call.backward else name
-
-
-def _largest_of(values: list[torch.Tensor]) -> float:
-    """The largest that is finite; inf where none is."""
-    found = [value[value.isfinite()].abs().double().max().item() for value in values if value.isfinite().any()]
-    return max(found, default=math.inf)
-
-
-def _largest(values: list[torch.Tensor]) -> str:
-    return f"{_largest_of(values):.4g}"
-
-
-def _end_of(tensor: torch.Tensor) -> str:
-    return f"{short(tensor.dtype)} ends at {_plain(torch.finfo(tensor.dtype).max)}"
-
-
-def _plain(number: float) -> str:
-    return f"{number:.0f}" if number < 1e6 else f"{number:.2g}"
 
 
 def _share(mask: torch.Tensor) -> str:

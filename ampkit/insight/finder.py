@@ -18,10 +18,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..iteration.found_inf import values_of
 from ..registry import live_sessions
-from ..sharding import local
-from .evidence import DOMAIN, GIVEN, MASK, explain, readable
+from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
 from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
@@ -85,14 +83,14 @@ class Finder(Watch):
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside:
-            self._batch = next((len(one) for one in tensors_in(args) if one.dim()), self._batch)
+            self._batch = next((one.size(0) for one in tensors_in(args) if one.dim()), self._batch)
         super().forward_begins(module, args)
 
     def around(self, call: Call) -> Any:
         self.operations += 1
-        before = {
-            id(tensor): tensor.clone() for tensor in call.written() if tensor.is_floating_point() and _is_read(call)
-        }
+        written = list(arguments_written(call.op, call.args, call.kwargs))
+        is_overwritten = call.name in _FILLS or any(name == "out" for name, _ in written)
+        before = {} if is_overwritten else {id(one): one.clone() for _, one in written if one.is_floating_point()}
         try:
             out = call()
         except Exception as error:
@@ -104,14 +102,17 @@ class Finder(Watch):
                 self._widened.pop(address(one), None)
             if call.name == "cast" and made[0].element_size() > (read := call.inputs()[0]).element_size():
                 self._widened[address(made[0])] = read.dtype
-            if bad := [tensor for tensor in made if not is_finite(tensor)]:
+            sizes, origin = {tensor: largest(tensor) for tensor in made}, None
+            if bad := [tensor for tensor, size in sizes.items() if not math.isfinite(size)]:
                 origin = self._origin(call, before, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
+            self.on_results(call, sizes, origin)
         return out
 
-    def _origin(
-        self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: list[torch.Tensor]
-    ) -> Culprit | None:
+    def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
+        """An operator has made tensors with these largest values, and those that are not finite come from the origin."""
+
+    def _origin(self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
         skipped = {id(tensor) for tensor in call.written()} - before.keys()
         read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
         bad_inputs = [(tensor, was) for tensor in read if not is_finite(was := before.get(id(tensor), tensor))]
@@ -120,7 +121,8 @@ class Finder(Watch):
             return known
         given = call.args, call.kwargs
         constants = [one for one in tree_leaves(given) if isinstance(one, float) and not math.isfinite(one)]
-        is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
+        has_nan = any(bool(readable(one).isnan().any()) for one in bad)
+        is_nan_new = has_nan and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
@@ -171,20 +173,10 @@ class Finder(Watch):
         self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or unknown
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True too where the question makes no sense."""
-    if is_lazy(tensor):
-        return True
-    values = values_of(local(tensor))
-    if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
-        return True
-    return bool(readable(values).isfinite().all())
-
-
 def _rows(bad: torch.Tensor, batch: int) -> str:
     """Rows of the batch that are not finite; nothing where all are."""
-    values = readable(local(bad.detach()))
-    if batch < 2 or not values.dim() or len(values) % batch or values.is_sparse:
+    values = readable(bad)
+    if batch < 2 or not values.dim() or len(values) % batch or bad.layout is not torch.strided or bad.is_nested:
         return ""
     rows = (~values.isfinite()).reshape(batch, -1).any(1).nonzero().flatten().tolist()
     if len(rows) in (0, batch):
@@ -192,24 +184,14 @@ def _rows(bad: torch.Tensor, batch: int) -> str:
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of {batch} (the first is 0)"
 
 
-def _is_read(call: Call) -> bool:
-    return call.name not in _FILLS and not any(
-        name == "out" for name, _ in arguments_written(call.op, call.args, call.kwargs)
-    )
-
-
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether all that is not finite is -inf."""
-    values = readable(local(tensor))
+    values = readable(tensor)
     return bool((values.isfinite() | values.isneginf()).all())
 
 
-def _has_nan(tensors: list[torch.Tensor]) -> bool:
-    return any(bool(readable(local(tensor)).isnan().any()) for tensor in tensors)
-
-
 def _what(tensor: torch.Tensor) -> str:
-    values = readable(local(tensor))
+    values = readable(tensor)
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     found = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(found)} among {values.numel()} elements"

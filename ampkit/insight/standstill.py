@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..dtypes import LOWER_PRECISION
 from ..sharding import gathered, is_sharded, local
-from .around_step import is_skipped
 from .sites import Site, look
 from .updates import SAMPLE, Weights, some
 from .words import short
@@ -37,9 +36,7 @@ class Standstill:
         self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
         #: Lost updates, and all, of each parameter, by the optimizer's class and the dtype, which is None for `_subtracted`.
         self.lost: dict[tuple[str, torch.dtype | None], dict[Tensor, tuple[int, int]]] = {}
-        self._steps: Counter[Tensor] = Counter()
-        self._why: dict[str, Counter[Tensor]] = {}  # steps, by what was seen at them
-        self._last: dict[Tensor, str | None] = {}  # of `_why`, at the latest step of each
+        self._why: dict[Tensor, list[str | None]] = {}  # it could not move, at each step
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
@@ -47,7 +44,7 @@ class Standstill:
         self._held: dict[Tensor, Tensor] = {}  # what FSDP2 computes with, and the parameter that is sharded
         self._asked: set[nn.Module] = set()
         self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
-        self._now: dict[Tensor, str | None] = {}  # of `_why`, in this step
+        self._now: dict[Tensor, str | None] = {}  # the same in this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
@@ -108,15 +105,12 @@ class Standstill:
             return None
         return _ZERO
 
-    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+    def step_ends(self, optimizer: Any, is_taken: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        is_taken = weights is not None and not skipped and not is_skipped(optimizer)
         for param, why in self._now.items():
-            self._steps[param] += 1
-            self._last[param] = why
-            if why is not None and (is_taken or why is not _ZERO):  # what begins at 0, as a factor, has not moved yet
-                self._why.setdefault(why, Counter())[param] += 1
+            # What begins at 0, as a factor, has not moved yet where a step was skipped.
+            self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
         if weights is None or not is_taken:
             return
         counts = weights.counts()
@@ -141,24 +135,20 @@ class Standstill:
                 yield f"{', '.join(found[:4])}{', ...' * (len(found) > 4)}: {why}"
 
     def _standing(self, models: Sequence[nn.Module], names: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
-        in_use = {*self._steps, *self._ever_had}
-        own = [
-            list(model.parameters()) for model in models if self._steps and not in_use.isdisjoint(model.parameters())
-        ]
-        others = {
-            param for params in own for param in params if param not in self._steps and not self._has_moved(param)
-        }
+        in_use = {*self._why, *self._ever_had}
+        own = [model for model in models if self._why and not in_use.isdisjoint(model.parameters())]
+        others = {param for model in own for param in model.parameters() if param not in self._why}
+        others = {param for param in others if not self._has_moved(param)}
         frozen = {param for param in others if not param.requires_grad}
         yield (
             "no optimizer that stepped holds them: make it over model.parameters() when all layers are there",
             others - frozen,
         )
         yield "requires_grad is False; requires_grad_(True) trains them", frozen
-        for why, counts in self._why.items():
-            always = {param for param, count in counts.items() if count == self._steps[param]}
-            if why is _NO_RATE and (
-                since := {param for param in counts.keys() - always if self._last[param] is _NO_RATE}
-            ):
+        for why in dict.fromkeys(why for found in self._why.values() for why in found if why is not None):
+            always = {param for param, found in self._why.items() if {*found} == {why}}
+            if why is _NO_RATE:
+                since = {param for param, found in self._why.items() if found[-1] is _NO_RATE} - always
                 yield f"{_NO_RATE} at the last of these steps: look at the scheduler", since
             if why == "no gradient":
                 always = {param for param in always if not self._has_moved(param)}

@@ -7,16 +7,12 @@ that diverges, whose losses and weights grow from one iteration to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
-from ..events import is_stepping
-from ..iteration.found_inf import values_of
-from ..sharding import local
-from .evidence import SPIKE, divisor_of, readable, subject
+from .evidence import SPIKE, divisor_of, largest, subject
 from .finder import Culprit
 from .sites import Site
 from .watching import Call, address
@@ -26,19 +22,16 @@ _SPIKES = 1000.0
 #: A run whose losses and weights are this many times the first diverges. An operator that makes so much of its arguments spikes.
 _RISES = 10.0
 #: Weights, or gradients, that are as large as this are seldom those of a run that learns.
-LARGE = 100.0
-#: A divisor below it makes gradients a thousand times as large.
-_SMALL = 1e-3
+_LARGE = 100.0
 _LEAST = 3  # iterations with which one is compared
 
 
 class Trend:
-    """Is told of an iteration in order. ``needed`` knows what a result that is not finite would have held."""
+    """Is told of an iteration in order."""
 
-    def __init__(self, needed: Callable[[Call, torch.Tensor], float | None]) -> None:
+    def __init__(self) -> None:
         self.spike: Culprit | None = None  # the first
         self.spiked_at = 0
-        self._needed = needed
         self._iterations = 0
         self._losses: dict[Site | None, list[float]] = {}  # by the line that calls backward()
         self._weights: dict[torch.Tensor, float] = {}  # before the first step
@@ -46,49 +39,42 @@ class Trend:
         self._now: dict[Any, float] = {}
         self._growth: dict[int, float] = {}  # of tensors of this iteration, by their addresses
         self._most: tuple[float, Call | None, str] = (_RISES, None, "")
-        self._divisor: tuple[float, Site | None] = (_SMALL, None)  # the smallest of all
 
     def _grow(self, key: Any, size: float, is_finite: bool = True) -> float:
         if is_finite:
             self._now[key] = max(self._now.get(key, 0.0), size)
         return size / self._before[key] if self._before.get(key) else 1.0
 
-    def operator(self, call: Call, made: list[torch.Tensor], scale: float) -> None:
-        """It has run; a gradient is multiplied by the loss ``scale``."""
+    def operator(self, call: Call, sizes: dict[torch.Tensor, float], needed: float, scale: float) -> None:
+        """It has made tensors of these sizes, or ``needed`` as much; a gradient is multiplied by the loss ``scale``."""
         key, unit = (call.site, call.op, call.module, call.backward), scale if call.backward else 1.0
         written = {id(tensor) for tensor in call.written()}
         grown = 1.0
         for place, one in enumerate(call.inputs()):
             if one.is_floating_point() and address(one) not in self._growth and id(one) not in written:
-                growth = self._growth[address(one)] = self._grow((key, place), largest(one) / unit)
-                if not one.requires_grad:  # a batch, which nothing here has made
-                    self._note(growth, call, f"max |input| = {largest(one):.4g}, which came with the batch")
+                size = largest(one)
+                growth = self._growth[address(one)] = self._grow((key, place), size / unit)
+                if not one.requires_grad and growth > self._most[0]:  # a batch, which nothing here has made
+                    self._most = growth, call, f"max |input| = {size:.4g}, which came with the batch"
             grown = max(grown, self._growth.get(address(one), 1.0))
-        sizes = {one: largest(one) for one in made if one.is_floating_point()}
-        needed = [size if math.isfinite(size) else self._needed(call, one) or 0.0 for one, size in sizes.items()]
-        growth = self._grow(key, max(needed, default=0.0) / unit, all(map(math.isfinite, sizes.values())))
-        self._growth.update((address(one), growth) for one in sizes)
-        text = f"max |result| of {subject(call)} is {max(needed, default=0.0):.4g}, {growth:.2g} times what it was"
-        divisor = divisor_of(call.name, call.args)
-        if divisor is not None and divisor.numel() and (smallest := float(divisor.abs().min())):
-            text = f"the smallest divisor is {smallest:.4g}"
-            if smallest < self._divisor[0] and not is_stepping():
-                self._divisor = smallest, call.site
-        self._note(growth / grown, call, text)
-
-    def _note(self, growth: float, call: Call, text: str) -> None:
-        if growth > self._most[0]:
-            self._most = growth, call, text
+        largest_made = max((size if math.isfinite(size) else needed for size in sizes.values()), default=0.0)
+        growth = self._grow(key, largest_made / unit, all(map(math.isfinite, sizes.values())))
+        self._growth.update((address(one), growth) for one in sizes if one.is_floating_point())
+        if growth / grown > self._most[0]:
+            text = f"max |result| of {subject(call)} is {largest_made:.4g}, {growth:.2g} times what it was"
+            divisor = divisor_of(call.name, call.args)
+            if divisor is not None and divisor.numel() and (smallest := float(divisor.abs().min())):
+                text = f"the smallest divisor is {smallest:.4g}"
+            self._most = growth / grown, call, text
 
     def loss(self, site: Site | None, value: float) -> None:
         self._losses.setdefault(site, []).append(value)
 
-    def gradients(self, gradients: Iterable[torch.Tensor], scale: float, iteration: int) -> bool:
-        """Whether these are the first that spike. Of some that are not finite it is not known."""
-        size = max(map(largest, gradients), default=0.0) / scale
+    def gradients(self, size: float, iteration: int) -> bool:
+        """Whether these, the largest of them, are the first that spike. Of some that are not finite it is not known."""
         growth = self._grow("gradients", size) if math.isfinite(size) else 0.0
         of_one, call, text = self._most
-        if self._iterations < _LEAST or growth < _SPIKES or size < LARGE or call is None or self.spike is not None:
+        if self._iterations < _LEAST or growth < _SPIKES or size < _LARGE or call is None or self.spike is not None:
             return False
         if of_one**2 < growth or self._rise_of_weights() > _RISES:  # no operator alone has made it
             return False
@@ -116,7 +102,7 @@ class Trend:
     def divergence(self) -> str:
         """In words, if the losses have risen, and the weights; else empty."""
         before, weights = max(self._weights.values(), default=0.0), self._rise_of_weights()
-        have_grown = not (weights <= _RISES or before * weights <= LARGE)  # to NaN too
+        have_grown = not (weights <= _RISES or before * weights <= _LARGE)  # to NaN too
         for losses in self._losses.values():
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.inf]
             is_sudden = len(finite) < 3 and not math.isfinite(losses[-1]) and math.isfinite(weights)
@@ -124,25 +110,11 @@ class Trend:
             if has_risen and have_grown and len(losses) > 1 and math.isfinite(finite[0]):
                 last = max(finite[-3:]) if len(finite) > 1 else losses[-1]
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
-                divisor = f"; {words}" if (words := self.smallest_divisor()) else ""
-                return f"{rise}, the largest weight from {before:.4g} to {before * weights:.4g}{divisor}"
+                return f"{rise}, the largest weight from {before:.4g} to {before * weights:.4g}"
         return ""
-
-    def smallest_divisor(self) -> str:
-        """In words, where it is small enough to make large gradients in every iteration."""
-        size, site = self._divisor
-        return f"the smallest divisor was {size:.4g}, at {site} {site.source}" if site is not None else ""
 
     def grown(self) -> str:
         """Where this iteration has grown beyond those before, in words."""
         growth, call, text = self._most
         is_known = call is not None and growth > _SPIKES and self._iterations >= _LEAST
         return f"{growth:.2g}-fold at {call.site}  {call.site.source}: {text}" if is_known else ""
-
-
-def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; NaN where there is one."""
-    if is_lazy(tensor) or tensor.is_meta:
-        return 0.0
-    values = readable(values_of(local(tensor.detach())))
-    return float(values.abs().max()) if values.numel() else 0.0

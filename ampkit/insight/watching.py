@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 
 from ..dtypes import LOWER_PRECISION
 from ..events import Listener, forwards, listening
-from ..iteration.found_inf import values_of
 from ..patching import SharedPatches
 from .sites import Site, look
 
@@ -271,14 +270,21 @@ def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Cal
     return call
 
 
+def stored_in(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor stores: itself, or the values of a sparse or nested one."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
 def address(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory."""
-    return values_of(tensor).untyped_storage()._cdata
+    return stored_in(tensor).untyped_storage()._cdata
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same part of the same memory."""
-    values = values_of(tensor)
+    values = stored_in(tensor)
     return address(values), values.storage_offset(), tuple(values.shape), values.stride()
 
 

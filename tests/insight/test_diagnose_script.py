@@ -170,6 +170,52 @@ def test_a_script_stops_at_the_culprit(case, tmp_path):
     assert ("not the precision" in done.stdout) <= ("next " not in done.stdout), done.stdout  # nothing is left to try
 
 
+#: What a model is called with, of layouts that few operators take.
+LAYOUTS = {
+    "sparse": "torch.sparse.mm(torch.eye(4).to_sparse(), x)",
+    "compressed rows": "torch.eye(4).to_sparse_csr() @ x",
+    "nested": "torch.nested.as_nested_tensor([x, x[:2]])",
+    "jagged": "torch.nested.as_nested_tensor([x, x[:2]], layout=torch.jagged)",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", ["check", "diagnose", "record"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_that_few_operators_take_hide_nothing(layout, tool, tmp_path, capsys):
+    script = f"""
+        for i in range(5):
+            x = torch.ones(4, 4)
+            y = model({LAYOUTS[layout]})
+            y = y.to_padded_tensor(0.0) if y.is_nested else y
+            loss = (y.abs() * 0 + (3.0 - i)).log().mean()  # here
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(MODEL).lstrip() + textwrap.dedent(script))
+    code, printed = main([tool, str(path)]), capsys.readouterr().out
+    if tool == "diagnose":  # 3 - 3 in the fourth iteration
+        assert code == 1 and "log of zero" in printed and "# here" in printed and "iteration 4" in printed, printed
+    else:
+        assert code == 0 and "Linear" in printed if tool == "check" else "script.py:10  log" in printed, printed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_nan_in_the_data_is_found_in_every_layout(layout, tmp_path, capsys):
+    script = f"""
+        x = torch.ones(4, 4)
+        x[1] = torch.nan
+        {"x = torch.eye(4).to_sparse_csr() * x" if layout == "compressed rows" else f"x = {LAYOUTS[layout]}"}
+        y = model(x){".to_padded_tensor(0.0)" if layout in ("nested", "jagged") else ""}
+        y.mean().backward()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(MODEL).lstrip() + textwrap.dedent(script))
+    assert main(["diagnose", str(path)]) == 1
+    assert "not finite before the iteration" in (printed := capsys.readouterr().out) and "NaN among" in printed, printed
+
+
 FAILS = """
     import torch
     from torch import nn

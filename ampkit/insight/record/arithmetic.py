@@ -53,6 +53,8 @@ def tensor_cores(dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> str:
 
 def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
     """A (M x K) times B (K x N), also batched. Rows of memory have to begin at multiples of 16 bytes."""
+    if not a.layout is b.layout is torch.strided:  # what zeros save is not known
+        return Product(0, ())
     rows = math.prod(a.shape[:-1])
     n = b.shape[-1] if b.dim() > 1 else 1
     sizes = dict([_along(a, "MK"), _along(b, "KN") if b.dim() > 1 else ("K", len(b)), ("N", n)])

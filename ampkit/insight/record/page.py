@@ -37,9 +37,8 @@ class _Line:
     @property
     def remarks(self) -> list[str]:
         """Reasons that say more than the dtype does, and sizes that keep Tensor Cores out."""
-        reasons = [
-            row.reason for row in self.rows if not row.reason.endswith(("as its forward", "as given", "numbers"))
-        ]
+        ordinary = "as its forward", "as given", "numbers"
+        reasons = [row.reason for row in self.rows if not row.reason.endswith(ordinary)]
         sizes = [row.tensor_cores.removeprefix("no: ") for row in self.rows if "no multiple of" in row.tensor_cores]
         return list(dict.fromkeys(reasons + sizes))
 

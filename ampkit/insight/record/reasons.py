@@ -28,10 +28,12 @@ from ..sites import Site, look
 from ..watching import Call, telling_first
 
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
-_NAMES_IN_AUTOCAST = {
-    name: group.kind for group in (*CUDA_LIST, *CPU_LIST) for name in group.names if group.kind in _DECIDING
-}
-_EXACT = (torch.float64, torch.complex64, torch.complex128)
+_LISTS = (*CUDA_LIST, *CPU_LIST)
+_IN_AUTOCAST = {name: group.kind for group in _LISTS for name in group.names if group.kind in _DECIDING}
+#: What no level casts.
+EXACT = (torch.float64, torch.complex64, torch.complex128)
+#: Where a row of the policy comes from, by its reason.
+_TABLES = {"changed by the caller's policy": "policy=", "registered by the user": "a register_ function"}
 
 
 class Region(NamedTuple):
@@ -78,7 +80,7 @@ class Reasons(Regions):
 
     def why(self, call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module]) -> str:
         """Why the function of a call computes in ``dtype``, inside of ``running`` modules."""
-        if dtype in _EXACT:
+        if dtype in EXACT:
             return "as given"
         engine, region = active_casting(), self.innermost
         is_on = self._is_cast_here(engine, region)
@@ -88,7 +90,7 @@ class Reasons(Regions):
         mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
         was_cast = any(one.dtype is not dtype for one in arguments)
         if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
-            return f'row "{name}" of {_table(rule)}'
+            return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
         if not arguments:
             return "as given"
         if isinstance(call.kwargs.get("dtype"), torch.dtype):
@@ -100,7 +102,9 @@ class Reasons(Regions):
         if decides and not mixed and not is_wrapped:
             by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
             return f"bound before initialize{by}"
-        if engine is None and was_cast and _autocast_has(name, dtype):
+        of_autocast = _IN_AUTOCAST.get(name)
+        is_as_listed = of_autocast is not None and (of_autocast is CastKind.FP32) == (dtype is torch.float32)
+        if engine is None and was_cast and is_as_listed:
             return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
         if mixed and dtype not in LOWER_PRECISION:
             widest = next((one for one in arguments if one.dtype is dtype), None)
@@ -131,17 +135,6 @@ def _kept_by(running: Iterable[nn.Module]) -> str | None:
         if not set(running).isdisjoint(Kept(model, replace(one.plan, keep_fp32=(item,))).in_float32()):
             return repr(item) if isinstance(item, str) else _name_of(item)
     return None
-
-
-def _autocast_has(name: str, dtype: torch.dtype) -> bool:
-    kind = _NAMES_IN_AUTOCAST.get(name)
-    return kind is not None and (kind is CastKind.FP32) == (dtype is torch.float32)
-
-
-def _table(rule: Any) -> str:
-    if rule.reason == "changed by the caller's policy":
-        return "policy="
-    return "a register_ function" if rule.reason == "registered by the user" else "the tables"
 
 
 def _name_of(owner: Any) -> str:

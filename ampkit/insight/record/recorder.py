@@ -20,16 +20,15 @@ from torch import nn
 from ...casting.cache import CastCaches
 from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
-from ...events import Listener, is_stepping, listening, steps
-from ...patching import PatchSet, Undo
+from ...events import Listener, forwards, is_stepping, steps
+from ...patching import PatchSet
 from ...registry import current_session, live_sessions
 from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow
-from .groups import Group, rows_of
-from .origins import Origin, Origins
+from .groups import Group, Origin, Origins, rows_of
 from .reasons import Argument, Reasons
 from .record import Record
 
@@ -46,37 +45,45 @@ def _facts(op: Any) -> tuple[bool, bool, Any]:
     return name.startswith("empty"), name == "_to_copy", product_of(name)
 
 
-class Recorder(Watch):
-    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
-
-    looks_at_views = False
+class Iterations(Listener):
+    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
 
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
+        self.begun = 0  # steps of all optimizers
+        self.iterations = 0
+        self.on_iteration = on_iteration
+        self._first: Callable[[], Any] = lambda: None
+
+    def step_begins(self, optimizer: Any) -> None:
+        self.begun += 1
+        if self._first() is None:
+            self._first = weakref.ref(optimizer)
+        self.iterations += optimizer is self._first()
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        if self.begun and optimizer is self._first():  # else it began before
+            self.on_iteration(self.iterations)
+
+
+class Recorder(Iterations, Watch):
+    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
+
+    looks_at_views = False
+    sources = (forwards, steps)
+
+    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
+        super().__init__(on_iteration)
         self._groups: dict[Any, Group] = {}
         self._origins = Origins()
-        self._reasons = Reasons()
+        self.reasons = Reasons()
         self._roots: list[nn.Module] = []
         self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[CallRow, str] = {}  # where a row's dtype comes from
         self._notes: list[str] = []
         self._last = 0  # node of the graph, when the last iteration ended
         self._accelerator: str | None = None
-        self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
-        self._on_iteration = on_iteration
-        self._steps = Iterations(self._after_iteration)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with PatchSet() as patches:
-            patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
-            self._reasons.watch(patches)
-            patches.enter_context(listening(self._steps, steps))
-            for session in live_sessions:
-                for model in session.models:
-                    self.on_module(model)
-            patches.enter_context(self)
-            yield
+        self._timed: list[tuple[CallRow, Any, Any]] = []
 
     # What a call belongs to
 
@@ -108,15 +115,15 @@ class Recorder(Watch):
         if not read and (not made or is_empty):  # marks of the profiler, and memory
             return out
         group = self._group_of(call)
-        if is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
+        if is_cast and len(read) == len(made) == 1 and len({read[0].dtype, made[0].dtype} & _FLOATING) == 2:
             self._note_cast(group, read[0], made[0])
-            row: Any = group
+            row = group.waiting
         else:
             row = self._note_call(group, call, formula, read, made)
         group.paths[row].add(group.module)
         if begin is None:
             row.seconds += seconds
-            if made and not made[0].is_cpu:
+            if made and made[0].device.type not in ("cpu", "meta"):
                 self._accelerator = made[0].device.type
         else:
             self._timed.append((row, begin, self._event()))
@@ -149,8 +156,8 @@ class Recorder(Watch):
 
     def _note_cast(self, group: Group, read: torch.Tensor, made: torch.Tensor) -> None:
         source, result = self._origins.of(read), self._origins.of(made)
-        group.casts += 1
-        group.bytes_cast += made.nbytes
+        group.waiting.casts += 1
+        group.waiting.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
             result.source, result.group = read.dtype, group
             result.weight = source if source.name is not None else None
@@ -165,7 +172,7 @@ class Recorder(Watch):
 
     def _note_call(
         self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> CallRow | Group:
+    ) -> CallRow:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
         dtypes_in = {self._before_cast(self._origins.of(tensor), tensor, group) for tensor in floating}
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
@@ -174,7 +181,7 @@ class Recorder(Watch):
         dtype = out if is_told else _computes_in(floating) or out
         is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
         if dtype is None and group.last is None and not is_read:  # indices and counts, before the call's own numbers
-            return group
+            return group.waiting
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         precision = frozenset(dtypes_in), out, dtype, verdict
         if group.function in (AMPKIT, GRAD_SCALER):  # one row for all that it does at a line
@@ -208,7 +215,7 @@ class Recorder(Watch):
         In the backward pass it begins with a node of autograd's, in an optimizer with a step.
         """
         if group.phase is STEP:
-            name, number = "step", self._steps.begun
+            name, number = "step", self.begun
         else:
             name, number = (call.node, call.number) if group.phase is BACKWARD else (call.op, -1)
         if group.lead is None or (is_product and not group.has_product and group.phase is not BACKWARD):
@@ -245,7 +252,7 @@ class Recorder(Watch):
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
-        return f"{name}: {self._reasons.why(call, row.dtype, arguments, running)}"
+        return f"{name}: {self.reasons.why(call, row.dtype, arguments, running)}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
         origin = self._origins.of(tensor)
@@ -255,17 +262,18 @@ class Recorder(Watch):
 
     # At the end
 
-    def _after_iteration(self, iteration: int) -> None:
-        # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
-        last, self._last = self._last, max(self._forward, default=0)
-        self._forward = {number: call for number, call in self._forward.items() if number > last}
-        self._on_iteration(iteration)
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        if optimizer is self._first():
+            # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
+            last, self._last = self._last, max(self._forward, default=0)
+            self._forward = {number: call for number, call in self._forward.items() if number > last}
+        super().step_ends(optimizer, skipped)
 
     def finish(self) -> Record:
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3
-        iterations = max(1, self._steps.iterations)
+        iterations = max(1, self.iterations)
         record = Record(
             calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
             casts=[(str(origin.name), number / iterations, size) for origin, (number, size) in self._casts.items()],
@@ -280,26 +288,6 @@ class Recorder(Watch):
             cure = 'opt_level="O0"' if casts else "leave out its .half(), .bfloat16() or torch.autocast"
             record.notes.append(_SLOW.format(short(record.lower_precision), cure))
         return record
-
-
-class Iterations(Listener):
-    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
-
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
-        self.begun = 0  # steps of all optimizers
-        self.iterations = 0
-        self._on_iteration = on_iteration
-        self._first: Callable[[], Any] = lambda: None
-
-    def step_begins(self, optimizer: Any) -> None:
-        self.begun += 1
-        if self._first() is None:
-            self._first = weakref.ref(optimizer)
-        self.iterations += optimizer is self._first()
-
-    def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if self.begun and optimizer is self._first():  # else it began before
-            self._on_iteration(self.iterations)
 
 
 _active = threading.Lock()  # one recording in a process at a time
@@ -332,16 +320,17 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
             "end it first, or use its record."
         )
     record = Record()
-    with Undo() as undo:
-        undo.callback(_active.release)
+    with PatchSet() as patches:
+        patches.callback(_active.release)
         recorder = Recorder(on_iteration)
-        undo.callback(lambda: vars(record).update(vars(recorder.finish())))
-        undo.enter_context(recorder.running())
+        patches.callback(lambda: vars(record).update(vars(recorder.finish())))
+        patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
+        recorder.reasons.watch(patches)
+        for session in live_sessions:
+            for model in session.models:
+                recorder.on_module(model)
+        patches.enter_context(recorder)
         yield record
-
-
-def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:
-    return read.dtype is not made.dtype and read.dtype in _FLOATING and made.dtype in _FLOATING
 
 
 def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
