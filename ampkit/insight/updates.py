@@ -82,12 +82,16 @@ class Weights:
     def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The same, gradients finite or not, without waiting."""
         found = {}
-        for weight, gradient in self._trained():
-            stays = self._some(weight.param.detach()) == weight.before
-            if weight.rest_of is not None:
-                stays &= self._some(weight.rest_of()) == weight.rest
-            is_updated = gradient != 0
-            found[weight.name] = (stays & is_updated).sum(), is_updated.sum()
+        for trained in self._alike():
+            weights, gradients = zip(*trained)
+            now = _flat(self._some(one.param.detach()) for one in weights)
+            stays = now == _flat(one.before for one in weights)
+            if weights[0].rest_of is not None:
+                stays &= _flat(self._some(one.rest_of()) for one in weights) == _flat(one.rest for one in weights)
+            is_updated = _flat(gradients) != 0
+            sizes = [one.numel() for one in gradients]
+            for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
+                found[weight.name] = lost.sum(), total.sum()
         return found
 
     def _trained(self) -> list[tuple[_Weight, torch.Tensor]]:
@@ -97,8 +101,21 @@ class Weights:
             if weight.param.grad is not None and not is_sparse(weight.param.grad)
         ]
 
+    def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
+        """Each alone, or samples of the same dtypes and device together."""
+        groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
+        for weight, gradient in self._trained():
+            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest_of is None
+            groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
+        return groups.values()
+
     def _some(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self._most is None else some(local(tensor), self._most)
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    found = list(tensors)
+    return found[0].reshape(-1) if len(found) == 1 else torch.cat(found)
 
 
 def some(tensor: torch.Tensor, most: int) -> torch.Tensor:
