@@ -76,7 +76,9 @@ def test_the_optimizers_alone_load_neither_casts_nor_sessions():
     script = "import sys, ampkit.optimizers; print({name.split('.')[1] for name in sys.modules if name.startswith('ampkit.')})"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     rooms = {name for name in ast.literal_eval(done.stdout) if not name.startswith("_")}
-    assert rooms == {"dtypes", "errors", "kernels", "libraries", "logs", "optimizers", "patching", "sharding"}, done.stderr
+    assert rooms == {"dtypes", "errors", "kernels", "libraries", "logs", "optimizers", "patching", "sharding"}, (
+        done.stderr
+    )
 
 
 def test_the_module_of_sessions_does_not_hide_the_function():
