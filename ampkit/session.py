@@ -208,6 +208,11 @@ class Session:
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION and value_of(param) is None]
+        if not self.plan.stores_weights and any(value_of(param) is not None for param in params):
+            raise ConfigurationError(
+                f"An optimizer at {self.plan.opt_level} was given a weight that another session stores in lower precision: its "
+                "step would lose small updates. Give one initialize() call all models that it trains, or use O5 for both."
+            )
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
