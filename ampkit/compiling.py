@@ -23,8 +23,16 @@ _TAG = " ampkit: "
 
 def forget_traces() -> None:
     """Have compiled functions traced anew: they hold what casting did at the first trace, and do not see it change."""
-    if "torch._dynamo" in sys.modules:
+    if is_compiling_here():
+        compiled_models.before_each_call(forget_traces)
+    elif "torch._dynamo" in sys.modules:
+        compiled_models.not_before_calls(forget_traces)
         torch.compiler.reset()
+
+
+def is_compiling_here() -> bool:
+    """Whether dynamo compiles in this thread: what it works on, and has compiled, may not be taken from it."""
+    return torch._guards.CompileContext.try_get() is not None
 
 
 def tag_compiled_code(casts: str) -> None:

@@ -23,7 +23,7 @@ from .casting.engine import Casting, active_casting, switch_off_left_on
 from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.state import out_of_modes
-from .compiling import forget_traces
+from .compiling import compiled_models, forget_traces, is_compiling_here
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
@@ -208,6 +208,11 @@ class Session:
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION and value_of(param) is None]
+        if not self.plan.stores_weights and any(value_of(param) is not None for param in params):
+            raise ConfigurationError(
+                f"An optimizer at {self.plan.opt_level} was given a weight that another session stores in lower precision: its "
+                "step would lose small updates. Give one initialize() call all models that it trains, or use O5 for both."
+            )
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
@@ -425,10 +430,14 @@ def _sessions_of(casting: Casting | None) -> list[Session]:
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
+    compiled_models.not_before_calls(session)
     orphan = session()
     # When the process ends, parts of torch are gone already, and nothing has to be undone.
     if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
-        orphan.close()
+        if is_compiling_here():  # which allocates much, so that the collector runs: torch may not change under a trace
+            compiled_models.before_each_call(functools.partial(_close_if_orphaned, session, _), session)
+        else:
+            orphan.close()
 
 
 def _detach_optimizer(optimizer: Any) -> None:

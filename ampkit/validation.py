@@ -134,8 +134,8 @@ def check(
             _refuse_unfit_tensors(model, recast, plan)
             _refuse_unfit_weights(model, trained, plan)
     known = {param for model in model_list for param in model.parameters()}
-    for param in trained - known:
-        if param.dtype in LOWER_PRECISION:
+    for param in [param for optimizer in optimizer_list for param in params_of(optimizer)]:
+        if param.dtype in LOWER_PRECISION and param not in known:
             raise ConfigurationError(
                 f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the models. Build "
                 "the optimizer from parameters of the models passed with it."

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import subprocess
 import sys
 
@@ -17,7 +18,9 @@ from torch import nn
 
 import ampkit
 from ampkit import kernels
+from ampkit.casting.engine import active_casting
 from ampkit.errors import ConfigurationError
+from ampkit.registry import live_sessions
 
 LEVELS = ("O1", "O2", "O5")
 
@@ -451,6 +454,40 @@ def test_dynamo_is_as_it_was_after_close(level):
         ampkit.close()
     with o1() if level is None else contextlib.nullcontext():
         compiled_module(model)(torch.ones(2))
+    assert torch._dynamo.eval_frame._callback_from_stance is before
+
+
+def test_package_that_is_loaded_after_initialize_leaves_the_first_compilation_alone():
+    model, x = MLP(), torch.randn(2, 16)
+    ampkit.initialize(model, opt_level="O1", verbosity=0)
+    active_casting()._awaited = ("json",)  # as a package of the tables is that comes now
+    forward = torch.compile(model, backend="eager")
+    assert forward(x).dtype is forward(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_session_that_dies_while_dynamo_compiles_ends_before_the_next_compiled_call(level, monkeypatch):
+    before, model, dying, x = torch._dynamo.eval_frame._callback_from_stance, MLP(), MLP(), torch.randn(2, 16)
+    ampkit.initialize(model, opt_level="O0", verbosity=0)
+    dying.itself = [dying]  # a cycle: only the collector can free it
+    ampkit.initialize(dying, opt_level=level, verbosity=0)
+    graphs, failed, sessions = [], [], []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        gc.collect()
+        sessions.append(len(live_sessions))
+        return graph.forward
+
+    forward = torch.compile(model, backend=backend)
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    del dying
+    for times in (1, 2, 2):
+        forward(x)
+        assert len(graphs) == times
+    assert sessions == [2, 1] and not failed
+    assert torch.mm(x, x.T).dtype is torch.float32
+    ampkit.close()
     assert torch._dynamo.eval_frame._callback_from_stance is before
 
 

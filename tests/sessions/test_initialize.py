@@ -202,14 +202,14 @@ def test_model_in_distributed_data_parallel_is_refused():
 
 
 def foreign_half_optimizer(model):
-    return torch.optim.SGD([nn.Parameter(torch.ones(7, dtype=torch.float16))], lr=0.1)
+    return torch.optim.SGD([nn.Parameter(torch.ones(size, dtype=torch.float16)) for size in range(7, 40)], lr=0.1)
 
 
 WRONG_OPTIMIZERS = {
     "twice": (lambda m, o: [o, o], ("optimizer (SGD)", "twice", "Pass it once")),
     "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "initialize(models, optimizers)")),
     "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "initialize(models, optimizers)")),
-    "half of a stranger": (
+    "half of a stranger, whose first is named": (
         lambda m, o: foreign_half_optimizer(m),
         ("torch.float16", "shape (7,)", "none of the models", "parameters of the models"),
     ),

@@ -427,6 +427,22 @@ def test_thirty_times_leaves_what_two_left(level, same_model):
     assert min(memory[16] - memory[2], memory[30] - memory[16]) < 14 * 1024, memory
 
 
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_weight_that_another_session_stores_trains_in_float32_or_is_refused(level):
+    stored, (model, optimizer) = nn.Linear(4, 4, bias=False), make_pair()
+    nn.init.ones_(stored.weight)
+    ampkit.initialize(stored, opt_level="O2", verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    group = {"params": [stored.weight], "lr": 2.0**-12, "momentum": 0.0}  # an eighth of what bfloat16 tells apart at 1
+    if level != "O2":
+        with pytest.raises(ampkit.ConfigurationError, match=f"at {level} .* another session stores"):
+            optimizer.add_param_group(group)
+        return
+    optimizer.add_param_group(group)
+    iterate(lambda: stored(torch.ones(1, 4)).sum(), optimizer, 3)
+    assert torch.equal(stored.state_dict()["weight"], torch.full((4, 4), 1 - 3 * 2.0**-12))
+
+
 def test_second_initialize_of_half_the_things_closes_the_whole_session():
     first, second = make_pair(), make_pair()
     ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O2", verbosity=0)
