@@ -22,7 +22,7 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
-from ..errors import AmpkitError
+from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
@@ -365,7 +365,11 @@ class OptimizerWrapper:
 
     def _add_param_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._know_params(params_of(self.optimizer()))
+        try:
+            self._know_params(params_of(self.optimizer()))
+        except ConfigurationError:  # nothing of a group that is refused stays
+            del self.optimizer().param_groups[-1]
+            raise
         return result
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

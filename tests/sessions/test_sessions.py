@@ -437,6 +437,7 @@ def test_weight_that_another_session_stores_trains_in_float32_or_is_refused(leve
     if level != "O2":
         with pytest.raises(ampkit.ConfigurationError, match=f"at {level} .* another session stores"):
             optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
         return
     optimizer.add_param_group(group)
     iterate(lambda: stored(torch.ones(1, 4)).sum(), optimizer, 3)
