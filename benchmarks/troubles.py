@@ -227,7 +227,7 @@ TROUBLES = {
     ),
     "exp of a large number": Trouble(
         "ratio = (out.float() - out.float().detach() + bad).exp()",
-        "ratio = (out.float() - out.float().detach() + bad).clamp(max=20).exp()",
+        "ratio = (out.float() - out.float().detach() + bad).clamp(max=2).exp()",
         "overflow of the format",
         "clamp it",
         loss=f"bad = 100.0 * (i == {AT})\n{{here}}\nreturn F.cross_entropy(out.float(), y) + ratio.mean()",

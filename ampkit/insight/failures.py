@@ -20,7 +20,7 @@ _BY_MESSAGE = (
     (
         "No inf checks were recorded",
         "an optimizer without gradients",
-        "no backward pass has reached its parameters: make it over the parameters of the model that the loss comes from, last",
+        "no backward pass has reached its parameters: make it last, over model.parameters() of the model that the loss comes from",
     ),
     (
         "running_mean or running_var, which will be updated in place",
