@@ -333,10 +333,9 @@ class Session:
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         lying.clear()
         if casting is not None:
-            first = (
-                left_as[0].param() if left_as else next(model.parameters(), None)
-            )  # in less time than by the latter alone
-            if first is None or first.device.type not in casting.device_types:  # it has moved, perhaps
+            # One parameter tells whether the model has moved; what is noted of it is found sooner than the first of the model.
+            first = left_as[0].param() if left_as else next(model.parameters(), None)
+            if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
         self.statistics.before_forward(model)
@@ -429,13 +428,13 @@ def _sessions_of(casting: Casting | None) -> list[Session]:
     return [session for session in live_sessions if casting is not None and session.casting is casting]
 
 
-def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
+def _close_if_orphaned(session: weakref.ref[Session], _: Any = None) -> None:
     compiled_models.not_before_calls(session)
     orphan = session()
     # When the process ends, parts of torch are gone already, and nothing has to be undone.
     if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
         if is_compiling_here():  # which allocates much, so that the collector runs: torch may not change under a trace
-            compiled_models.before_each_call(functools.partial(_close_if_orphaned, session, _), session)
+            compiled_models.before_each_call(functools.partial(_close_if_orphaned, session), session)
         else:
             orphan.close()
 

@@ -87,8 +87,8 @@ ROWS = {
         "Use eps=1e-4, ampkit.optimizers, whose moments are float32, or O2, which steps in float32.",
     ),
 }
-#: The smallest number that float16 has.
-_LEAST_OF_FLOAT16 = 2.0**-24
+#: The largest number that float16 rounds to 0: half of the smallest that it has.
+_ZERO_IN_FLOAT16 = 2.0**-25
 
 
 class Advice:
@@ -116,7 +116,7 @@ class Advice:
         """Look whether an optimizer will divide in float16, in which the eps that keeps its divisor from 0 is 0 itself."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if isinstance(eps, float) and 0 < eps < _LEAST_OF_FLOAT16:
+            if isinstance(eps, float) and 0 < eps <= _ZERO_IN_FLOAT16:
                 if any(param.dtype is torch.float16 for param in group["params"]):
                     self.tell("eps", type(optimizer).__name__, opt_level, eps)
 

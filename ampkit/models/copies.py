@@ -33,13 +33,13 @@ def in_float32(param: nn.Parameter) -> nn.Parameter | None:
     return nn.Parameter(entry.current(param), param.requires_grad)
 
 
-def deep_copy(original: Callable, self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+def copy_parameter(original: Callable, self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     if id(self) not in memo and (plain := in_float32(self)) is not None:
         memo[id(self)] = plain
     return original(self, memo)
 
 
-def pickle(original: Callable, self: nn.Parameter, protocol: int) -> Any:
+def pickle_parameter(original: Callable, self: nn.Parameter, protocol: int) -> Any:
     if (plain := in_float32(self)) is None:
         return original(self, protocol)
     plain.__dict__.update(self.__dict__)  # which torch pickles, and does not copy

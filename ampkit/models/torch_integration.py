@@ -24,7 +24,7 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import deep_copy, for_processes, pickle
+from .copies import copy_parameter, for_processes, pickle_parameter
 from .float32_values import lower_entries
 from .records import load, save, save_past_torch
 
@@ -48,8 +48,8 @@ def _patch(patches: PatchSet) -> None:
         (nn.Module, "_save_to_state_dict", save),
         (nn.Module, "state_dict", save_past_torch),
         (nn.Module, "_load_from_state_dict", load),
-        (nn.Parameter, "__deepcopy__", deep_copy),
-        (nn.Parameter, "__reduce_ex__", pickle),
+        (nn.Parameter, "__deepcopy__", copy_parameter),
+        (nn.Parameter, "__reduce_ex__", pickle_parameter),
         (ParametrizationList, "__init__", _parametrize),
         (ddp, "_sync_module_states", _send_rests),
         *((getattr(torch.distributed, "ProcessGroup", None), name, _run_collective) for name in _WRITING),

@@ -539,6 +539,8 @@ def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, cap
     [
         ("O3", torch.float16, torch.optim.Adam, True),
         ("O3", torch.float16, torch.optim.RMSprop, True),
+        ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-25), True),
+        ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-24), False),
         ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=1e-4), False),
         ("O3", torch.float16, ampkit.optimizers.FusedAdam, False),
         ("O3", torch.bfloat16, torch.optim.Adam, False),
