@@ -45,7 +45,7 @@ from .models.float32_values import value_of
 from .models.incoming import Incoming, widen_models
 from .models.preparing import prepare_models
 from .models.records import LeftAs, parameters_now, sync_weights
-from .models.torch_integration import around_stored_weights, exports, lying
+from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
@@ -163,7 +163,7 @@ class Session:
         if plan.casts_calls:
             self._start_casting()
         forget_traces()
-        lying.clear()
+        weights_by_address.clear()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
         for state, cast in casts:  # all memory is there
             state.update(cast)
@@ -331,7 +331,7 @@ class Session:
         left_as, casting = self._left_as[model], self.casting
         if sync_weights(model, left_as):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
-        lying.clear()
+        weights_by_address.clear()
         if casting is not None:
             # One parameter tells whether the model has moved; what is noted of it is found sooner than the first of the model.
             first = left_as[0].param() if left_as else next(model.parameters(), None)

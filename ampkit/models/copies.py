@@ -1,7 +1,7 @@
-"""Copies and pickles of initialized models, weights and optimizers: plain float32, of their own class, with nothing of ours.
+"""Copies and pickles of initialized models, weights and optimizers: plain float32, of their own class, without ampkit's attributes.
 
 A weight that is stored in lower precision is copied and pickled as a float32 parameter, whatever holds it: a module, an optimizer,
-a list. Only a model itself, which has a few attributes of ours, sees to its own copies.
+a list. Only the model itself, on which ampkit sets attributes, needs ``__deepcopy__`` and ``__reduce_ex__`` of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = "_ampkit_"
 
 
 def in_float32(param: nn.Parameter) -> nn.Parameter | None:
-    """What is copied and pickled in the place of a weight that is stored in lower precision."""
+    """Return a float32 copy to copy or pickle for a weight that is stored in lower precision, None for any other."""
     if (entry := value_of(param)) is None:
         return None
     return nn.Parameter(entry.current(param), param.requires_grad)
@@ -42,29 +42,29 @@ def copy_parameter(original: Callable, self: nn.Parameter, memo: dict[int, Any])
 def pickle_parameter(original: Callable, self: nn.Parameter, protocol: int) -> Any:
     if (plain := in_float32(self)) is None:
         return original(self, protocol)
-    plain.__dict__.update(self.__dict__)  # which torch pickles, and does not copy
+    plain.__dict__.update(self.__dict__)  # torch pickles attributes, and does not copy them
     return original(plain, protocol)
 
 
 def for_processes(param: nn.Parameter) -> Any:
-    """Pickle a parameter for another process, in shared memory, which has to live until a child that is being spawned has it."""
+    """Pickle a parameter for another process. While a child is spawned, its shared memory is kept alive until the child has it."""
     if (plain := in_float32(param)) is not None and (popen := multiprocessing.context.get_spawning_popen()) is not None:
         vars(popen).setdefault("_ampkit_shared", []).append(plain)
     return reduce_tensor(param if plain is None else plain)
 
 
 def no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
-    """A hook that does nothing: torch's TransformerEncoderLayer calls its parts, and not one kernel, where a part has a hook."""
+    """Do nothing: with a hook on a part, torch's TransformerEncoderLayer calls its parts instead of one fused kernel."""
 
 
 def hand_out_plain_copies(model: nn.Module) -> None:
-    """Have deep copies and pickles of a model have nothing of ours."""
+    """Make deep copies and pickles of a model plain: without ampkit's attributes and hooks."""
     for name, function in zip(_METHODS, (_deepcopy, _reduce)):
         model.__dict__[name] = functools.partial(function, weakref.ref(model))
 
 
 def take_off(model: nn.Module) -> None:
-    """Take everything away that this package has put on a model."""
+    """Remove every attribute and hook that ampkit has set on a model."""
     attributes = model.__dict__
     if INNER_FORWARD_KEY in attributes:
         attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
@@ -76,7 +76,7 @@ def take_off(model: nn.Module) -> None:
 
 
 def _without_ours(model: nn.Module) -> nn.Module:
-    """The model as it is without us, over the same tensors and modules."""
+    """Return a shallow copy of the model without ampkit's attributes, over the same tensors and modules."""
     plain = object.__new__(type(model))
     plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
     take_off(plain)
@@ -98,17 +98,17 @@ def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
 
 
 def hand_out_plain_state(optimizer: Any) -> None:
-    """Have copies of an optimizer over float32 copies of its weights have float32 moments: torch's cannot mix dtypes."""
+    """Make copies of an optimizer, whose weights are copied in float32, have float32 moments: torch cannot mix dtypes."""
     optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer))
 
 
 def _plain_state(ref: weakref.ref) -> Any:
     optimizer = ref()
-    own = type(optimizer).__getstate__(optimizer)
-    if not isinstance(own, dict) or "state" not in own:
-        return own
-    state = own["state"].copy()
+    attributes = type(optimizer).__getstate__(optimizer)
+    if not isinstance(attributes, dict) or "state" not in attributes:
+        return attributes
+    state = attributes["state"].copy()
     for param, moments in state.items():
         if isinstance(param, torch.Tensor) and isinstance(moments, dict):
             state[param] = {**moments, **cast_state(moments, torch.float32)}
-    return {**own, "state": state}
+    return {**attributes, "state": state}

@@ -1,4 +1,4 @@
-"""The float32 values behind lower-precision tensors, and the parameters that are lent out in their places: see NOTES.md."""
+"""The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..kernels import joined
 
 @dataclass
 class Loan:
-    """A float32 parameter in the place of the weight ``lower``, as long as a script holds it.
+    """A float32 parameter that a script holds for the weight ``lower``.
 
-    From its beginning to its end it is ``lent``, with the value and ``gradient`` of the weight, whose bits were ``before``.
+    While the loan runs, ``lent`` is that parameter, ``gradient`` is the weight's, and ``before`` a copy of the weight's bits.
     """
 
     lower: Tensor
@@ -32,21 +32,21 @@ class Loan:
 
 
 class Loans:
-    """The loans of one session, until the next forward or step, when what was written to them is taken over.
+    """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight.
 
-    What differs from what was lent was written, by whatever way. Parameters that a script still holds after that are lent
-    again, with the values that are there by then.
+    An element that differs from the value that was lent counts as written, whatever wrote it. Parameters that a script still
+    holds are then lent again, with the new values.
     """
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, Loan] = {}
 
     def forget(self) -> None:
-        """Hold nothing any more: the session is over."""
+        """Drop all loans: the session is over."""
         self._of.clear()
 
     def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
-        """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
+        """Return the float32 value as a parameter with the gradient of ``lower``: the same object as long as a script holds it."""
         self.end(entry)
         lent = self.held_by_script(entry)
         if lent is None:
@@ -56,42 +56,42 @@ class Loans:
         return lent
 
     def held_by_script(self, entry: Float32Value) -> Tensor | None:
-        """The parameter that was lent, if there still is one."""
+        """Return the parameter that was lent, or None if no script holds it any more."""
         return self._of[entry].held() if entry in self._of else None
 
     def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
-        """Take over what was written to the loan of one value, or of all. No rest may change while its value is lent.
+        """Write a script's changes of one loan, or of all, to the weights. A rest must not change while its value is lent.
 
-        Raises `ConfigurationError` where a script has written to a weight too, unless it ``refuses`` nothing: then that counts.
+        Raises `ConfigurationError` where a script has written to the weight too; without ``refuses`` that write wins.
         """
         if self._of and (entry is None or entry in self._of):
             loans = self._of.items() if entry is None else [(entry, self._of[entry])]
             _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
     def lend_again(self, entry: Float32Value | None = None) -> None:
-        """Give parameters that a script still holds, of one value or of all, the values and gradients of now."""
-        for one in list(self._of) if entry is None else [entry] if entry in self._of else []:
-            loan = self._of[one]
+        """Update the parameters that a script still holds, of one value or of all, to the present values and gradients."""
+        for master in list(self._of) if entry is None else [entry] if entry in self._of else []:
+            loan = self._of[master]
             if (held := loan.held()) is None:
-                del self._of[one]
+                del self._of[master]
                 continue
             if loan.lent is None:
-                one.move_rest_beside(loan.lower)
-                held.data = joined(loan.lower.detach(), one.rest)
+                master.move_rest_beside(loan.lower)
+                held.data = joined(loan.lower.detach(), master.rest)
                 loan.lent, loan.before = held, loan.lower.detach().clone()
             loan.gradient = loan.lower.grad
             put_gradient(held, loan.gradient)  # inside of a block it is in lower precision
 
 
 def put_gradient(param: Tensor, gradient: Tensor | None) -> None:
-    """Have this be ``param.grad``, in whatever dtype. Without it torch allows that of the parameter only."""
+    """Set ``param.grad`` to a gradient of any dtype: torch by itself allows the parameter's dtype only."""
     if gradient is not None and gradient.dtype is not param.dtype:
         param.grad_dtype = None
     param.grad = gradient
 
 
 def forget_gradient(param: Tensor) -> None:
-    """No gradient any more, and the next backward pass makes one in the parameter's dtype, which DDP asks for."""
+    """Clear ``param.grad``, and have the next backward pass make one in the parameter's dtype, which DDP asks for."""
     gradient, param.grad = param.grad, None
     if gradient is not None and gradient.dtype is not param.dtype:
         param.grad_dtype = param.dtype
@@ -99,7 +99,7 @@ def forget_gradient(param: Tensor) -> None:
 
 @torch.no_grad()
 def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
-    """Write to weights and rests what scripts have written to the values that they were lent."""
+    """Write to weights and rests what a script has written to the parameters of these loans."""
     written: list[tuple[Float32Value, Tensor, Tensor, Tensor, Tensor]] = []
     for entry, loan in ended:
         lent, before, loan.lent, loan.before = loan.lent, loan.before, None, None
@@ -135,9 +135,9 @@ def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
 
 @dataclass(eq=False)
 class Float32Value:
-    """The float32 value of one tensor in the lower precision ``dtype``, which every method is given. ``loans`` are its session's.
+    """The float32 value of one weight that is stored in ``dtype``: the weight, given to each method, and its ``rest``.
 
-    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is, as at O3.
+    ``rest`` is int16, in the weight's shape; without it the weight alone is the value, as at O3. ``loans`` are its session's.
     """
 
     loans: Loans
@@ -147,7 +147,7 @@ class Float32Value:
     _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
 
     def move_rest_beside(self, lower: Tensor) -> None:
-        """Have the rest lie where ``lower`` does, as after ``model.to(...)``. What has another shape has no rest yet."""
+        """Move the rest to the device and strides of ``lower``, as after ``model.to(...)``; of another shape it begins at 0."""
         rest = self.rest
         if rest is None or (
             rest.device == lower.device and rest.shape == lower.shape and rest.stride() == lower.stride()
@@ -158,14 +158,14 @@ class Float32Value:
             self.rest.copy_(rest)
 
     def current(self, lower: Tensor) -> Tensor:
-        """The value, float32: a copy."""
+        """Return a copy of the value, float32."""
         self.loans.end(self)
         self.move_rest_beside(lower)
         self.loans.lend_again(self)
         return joined(lower, self.rest)
 
     def in_state_dict(self, lower: Tensor, state_dict: Mapping[str, Any], key: str, as_parameter: bool) -> Tensor:
-        """A copy of the value for this place in a ``state_dict()``, where tied weights have one tensor."""
+        """Return a copy of the value for ``state_dict[key]``: one tensor for all keys of tied weights."""
         name, saved = self._saved[0], self._saved[1]()
         if saved is None or state_dict.get(name) is not saved:
             value = self.current(lower)
@@ -175,13 +175,13 @@ class Float32Value:
 
     @torch.no_grad()
     def put(self, lower: Tensor, value: Tensor) -> None:
-        """``value`` becomes the value: a write to ``lower`` that torch counts."""
+        """Set the value: a write to ``lower`` that torch counts."""
         self.loans.end(self)
         self.write(lower, value)
         self.loans.lend_again(self)
 
     def write(self, lower: Tensor, value: Tensor, elements: Tensor | None = None) -> None:
-        """Have ``lower`` and its rest be these values. Of other ``elements`` the rest stays, beside 0 and inf too."""
+        """Split ``value`` into ``lower`` and its rest. Where ``elements`` is False the rest stays, beside 0 and inf too."""
         self.move_rest_beside(lower)
         if (rest := self.rest) is None:
             lower.copy_(value)
@@ -195,14 +195,14 @@ class Float32Value:
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
     def take_float32(self, lower: Tensor) -> None:
-        """After ``p.data = float32 values``: the value is these. Values that ``dtype`` holds are a write in lower precision."""
-        given = lower.detach()
-        lower.data = given.to(self.dtype)
-        if not torch.equal(lower.detach().float(), given):
-            self.put(lower, given)
+        """Take over ``p.data = float32 values`` as the value. If ``dtype`` holds all of them, the rest stays."""
+        value = lower.detach()
+        lower.data = value.to(self.dtype)
+        if not torch.equal(lower.detach().float(), value):
+            self.put(lower, value)
 
     def clear_rest(self) -> None:
-        """Have the lower-precision tensor be all of the value."""
+        """Set the rest to 0: the weight alone is the value."""
         self.loans.end(self)
         if self.rest is not None:
             self.rest.zero_()
@@ -210,18 +210,18 @@ class Float32Value:
 
 
 def value_of(param: Tensor) -> Float32Value | None:
-    """The float32 value of a parameter that is stored in lower precision."""
+    """Return the float32 value of a parameter that is stored in lower precision, None for any other."""
     entry = stored.get(param) if param.dtype in LOWER_PRECISION else None
     return None if entry is None or entry.dtype is not param.dtype else entry
 
 
 def lower_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
-    """(name, lower-precision parameter, its float32 value) for the module's own parameters."""
+    """Yield (name, parameter, float32 value) for the module's own parameters that are stored in lower precision."""
     for name, param in module._parameters.items():
         if param is not None and (entry := value_of(param)) is not None:
             yield name, param, entry
 
 
 def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
-    """(lower-precision parameter, its float32 value) for everything in the model that was cast."""
+    """Yield (parameter, float32 value) for all parameters of the model that are stored in lower precision."""
     return ((param, entry) for module in model.modules() for _, param, entry in lower_in(module))

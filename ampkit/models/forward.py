@@ -1,7 +1,7 @@
-"""The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
+"""The forward of an initialized model: it switches casts of calls on, casts outputs, and notifies the model's session.
 
-Methods of the model's class have ours around them, as long as models of the class are initialized: see NOTES.md. The instance says
-how it casts, with its `ForwardCasts`; its session is asked through `watchers`.
+Methods of the model's class are wrapped as long as models of the class are initialized: see NOTES.md. The instance holds its
+`ForwardCasts`; its session is found through `watchers`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _compiling = torch.compiler.is_compiling
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """The dtypes of a forward; None leaves them alone.
+    """The dtypes of a forward's inputs and outputs; None leaves them alone.
 
-    ``casts_calls`` says that torch's functions cast inside, and ``narrow_in`` in which lower precision, where results are narrow.
-    Outputs of a forward inside of another in the same precision go on to its next layer as they are.
+    ``casts_calls``: torch's functions are cast inside. ``narrow_in``: the lower precision in which results are narrow, if they are.
+    Outputs of a forward that runs inside of another in the same precision are not cast.
     """
 
     inputs: torch.dtype | None = None
@@ -56,7 +56,7 @@ class ForwardCasts:
     is_kept: bool = False
 
 
-#: What ``keep_fp32=`` names inside a model: casts of calls are off in it, and its outputs stay as they are.
+#: For modules that ``keep_fp32=`` names inside a model: casts of calls are off, and outputs stay as they are.
 KEPT = ForwardCasts(inputs=torch.float32, is_kept=True)
 
 
@@ -70,29 +70,29 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _apply(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> Any:
+def _apply(model: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
     cast = list(lower_entries(model))
     if (session := watchers.get(model)) is not None:
         session.before_apply()
-    result = own(model, *args, **kwargs)
+    result = original(model, *args, **kwargs)
     for tensor, entry in cast:
         entry.move_rest_beside(tensor)
         entry.was_made_float32 = tensor.dtype is torch.float32  # the next forward says so
     return result
 
 
-def _zero_grad(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
+def _zero_grad(model: nn.Module, original: Callable, args: tuple, kwargs: dict) -> None:
     if (session := watchers.get(model)) is None:
-        return own(model, *args, **kwargs)
+        return original(model, *args, **kwargs)
     with past_the_getter():
-        own(model, *args, **kwargs)
+        original(model, *args, **kwargs)
     return session.after_zero_grad(model)
 
 
-def _prepare_scriptable(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
+def _prepare_scriptable(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict) -> Any:
     # Asked for by torch.jit.script, which compiles from source.
     if CASTS_KEY not in model.__dict__:
-        return model if own is None else own(model)
+        return model if original is None else original(model)
     raise ConfigurationError(
         f"torch.jit.script was given an initialized model ({type(model).__name__}). A script is compiled from the source of "
         "the model, where no casts are. For a program with the casts use torch.export.export(model, args) or "
@@ -100,9 +100,9 @@ def _prepare_scriptable(model: nn.Module, own: Callable | None, args: tuple, kwa
     )
 
 
-def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
+def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict) -> Any:
     if CASTS_KEY not in model.__dict__:
-        return copy._reconstruct(model, None, *model.__reduce_ex__(4)) if own is None else own(model)
+        return copy._reconstruct(model, None, *model.__reduce_ex__(4)) if original is None else original(model)
     twin = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
     hand_out_plain_copies(twin)
@@ -110,15 +110,15 @@ def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> 
 
 
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
-    """Make ``model`` cast as ``casts`` says, whichever way its forward is called; ``undo`` gives its class back."""
+    """Make the forward of ``model`` cast as ``casts`` says, whichever way it is called; ``undo`` restores its class."""
     if casts.is_kept:
         model.register_forward_pre_hook(no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
-    model.__dict__[CASTS_KEY] = replace(casts)  # one of its own, by which `_run` knows it
+    model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
     hand_out_plain_copies(model)
-    stand_before(type(model), _METHODS, undo, _in_a_call)
+    wrap_methods(type(model), _METHODS, undo, _in_a_call)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -158,7 +158,7 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
 
 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
-    """Count a method of the model as one call of it: the cache keeps casts to its end."""
+    """Run a method of the model as one call: casts of weights are kept until it returns."""
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
     traced = _compiling()
     if casting is None or casts is None or not casts.casts_calls or (traced and casts.narrow_in is None):
@@ -173,20 +173,20 @@ _parts: weakref.WeakKeyDictionary[nn.Module, ForwardCasts] = weakref.WeakKeyDict
 
 
 def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """A part of a model that is called alone computes as inside of the model."""
+    """Run a submodule that is called alone with the casts of its model."""
     if _running.casts is not None or _compiling() or (casts := _parts.get(module)) is None:
         return forward(module, *args, **kwargs)
     return _run(module, functools.partial(forward, module), args, kwargs, casts)
 
 
 def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
-    """Have the submodules of a model compute as inside of it where they are called alone, until ``undo``."""
-    inside = [one for one in model.modules() if one is not model and not isinstance(one, torch.jit.ScriptModule)]
-    for cls in {type(one): None for one in inside if type(one).forward is not nn.Module.forward}:
-        stand_before(cls, {"forward": _forward}, undo)
-    for one in inside:
-        _parts[one] = ForwardCasts(casts_calls=True, narrow_in=narrow_in)
-        undo.if_alive(lambda module: _parts.pop(module, None), one)
+    """Wrap the submodules of a model, so that they cast as inside of it where they are called alone, until ``undo``."""
+    inside = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+    for cls in {type(m): None for m in inside if type(m).forward is not nn.Module.forward}:
+        wrap_methods(cls, {"forward": _forward}, undo)
+    for submodule in inside:
+        _parts[submodule] = ForwardCasts(casts_calls=True, narrow_in=narrow_in)
+        undo.if_alive(lambda module: _parts.pop(module, None), submodule)
 
 
 _METHODS: dict[str, Around] = {
@@ -226,7 +226,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts:
 
 
 def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
-    """The floating outputs in this dtype. Leaves, and what other outputs are made of, stay: scripts differentiate by them."""
+    """Cast floating-point outputs to ``dtype``, but for leaves and inputs of other outputs: scripts differentiate by these."""
     tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad]
     if all(x.dtype is dtype for x in tensors):
         return cast_floating(outputs, dtype)
@@ -237,7 +237,7 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
     narrow = {id(x) for x in tensors if x.dtype is not dtype}
     waiting = list(made_by) if len(made_by) > 1 else []
     seen = set(waiting)
-    for node in waiting:  # breadth first: a loss is near the logits, and the rest of a large graph need not be seen
+    for node in waiting:  # breadth first: a loss is near the logits, so that most of a large graph is never visited
         if narrow <= stay:
             break
         for before, _ in () if node is None else node.next_functions:
@@ -251,7 +251,7 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
 
 
 def _before_forward(model: nn.Module) -> None:
-    """Have the model's session do what precedes a forward, which is no part of what torch.jit.trace records."""
+    """Let the model's session prepare for a forward, out of sight of torch.jit.trace."""
     if (session := watchers.get(model)) is None:
         return
     if (recording := torch._C._get_tracing_state()) is None:
@@ -264,7 +264,7 @@ def _before_forward(model: nn.Module) -> None:
 
 
 def _explain(error: RuntimeError, model: nn.Module) -> None:
-    """Add a line to what torch raises where dtypes do not fit: at which level, in which module, and what to do."""
+    """Add a note to torch's error about dtypes: at which level, in which module, and what to do."""
     session, message = watchers.get(model), str(error)
     if session is None or "type" not in message or not ("Half" in message or "float16" in message.lower()):
         return
@@ -289,7 +289,7 @@ _TOO_LARGE = (
 
 
 def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
-    """Casts of calls on in the forward of a model that has them, and off in those of others."""
+    """Return the context of a forward: casts of calls on for a model that has them, and off for any other."""
     casting = active_casting()
     if casting is None:
         return nullcontext()
@@ -299,7 +299,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
 
 
 def _note_trace(model: nn.Module) -> None:
-    """Leave what precedes a forward to `compiled_models`, and where torch.export runs without dynamo to torch_integration.py."""
+    """Register the model with `compiled_models`, which prepares for forwards in compiled code. Without dynamo, `_export` does."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -315,17 +315,17 @@ def _on_trace(context: Any) -> None:
 _patched: dict[tuple[type, str], SharedPatches] = {}
 
 
-def stand_before(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
-    """Have calls of these methods of a class go through what stands beside their names, until ``undo``.
+def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
+    """Wrap these methods of a class, each in the function beside its name, until ``undo``.
 
-    Calls of the public methods that are the class's own go through ``of_public``. All who ask for a method name the same.
+    The class's own public methods are wrapped in ``of_public``. All callers must give the same function for a method.
     """
     while _is_parametrized(cls):  # torch takes the class back with the last parametrization
         cls = cls.__base__
     public = () if of_public is None else _public_methods_of(cls)
     for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
         if (cls, name) not in _patched:
-            _patched[cls, name] = SharedPatches(functools.partial(_put_before, cls, name, around))
+            _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name, around))
         _patched[cls, name].acquire()
         undo.callback(_release, cls, name)
 
@@ -336,7 +336,7 @@ def _release(cls: type, name: str) -> None:
 
 
 def _public_methods_of(cls: type) -> Iterator[str]:
-    """The public methods that are the model's own, such as ``generate``: not torch's, and no generators, which begin later."""
+    """Yield the names of the class's own public methods, such as ``generate``: not torch's, and no generators or coroutines."""
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         if name.startswith("_") or hasattr(nn.Module, name) or not isinstance(method, types.FunctionType):
@@ -346,21 +346,21 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _put_before(cls: type, name: str, around: Around, patches: PatchSet) -> None:
-    own, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
+def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> None:
+    original, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
-        def own(self, *args, **kwargs):
+        def original(self, *args, **kwargs):
             return stored.__get__(self, type(self))(*args, **kwargs)
 
     def method(self, *args, **kwargs):
-        return around(self, own, args, kwargs)
+        return around(self, original, args, kwargs)
 
     # dynamo keeps graphs by code object, and no more than a few: every class needs its own. torch.jit.script compiles the source of
-    # the own method, with the globals of this one.
-    code, names = method.__code__.replace(), getattr(own, "__globals__", globals())
+    # the original, with the globals of this one.
+    code, names = method.__code__.replace(), getattr(original, "__globals__", globals())
     method = types.FunctionType(code, names, name, None, method.__closure__)
-    patches.set(cls, name, method if own is None else functools.wraps(own)(method))
+    patches.set(cls, name, method if original is None else functools.wraps(original)(method))
 
 
 def _is_parametrized(cls: type) -> bool:

@@ -1,7 +1,7 @@
-"""Models that come in float16 or bfloat16, as checkpoints are loaded today: what is trained is float32 while a session lives.
+"""Models that are loaded in float16 or bfloat16: what is trained is float32 while a session lives.
 
-`widen_models` comes before everything else that a session does to its models; `Incoming.give_back` is its undo, and comes last of
-all. A session that takes over the models of an earlier one takes over its record too, without rounding in between.
+`widen_models` is the first thing that a session does to its models; `Incoming.give_back` undoes it, last of all. A session that
+takes over the models of an earlier one takes over its record too, without rounding in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Plan = Any  # plan.py's, which stands above this room
 
 
 class Incoming:
-    """The dtypes that parameters and buffers came in, where that was a lower precision."""
+    """The original dtypes of parameters and buffers that were loaded in lower precision."""
 
     def __init__(self) -> None:
         self._dtypes = by_tensor()  # of parameters
@@ -35,15 +35,15 @@ class Incoming:
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
     def inherit(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
-        """Take over what an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
+        """Move an earlier session's record of ``models`` here, before it closes: it then leaves these in float32."""
         self._with_float32_state |= earlier._with_float32_state
         for model in models:
             for record in ("_dtypes", "_buffers"):
-                noted, keys = getattr(earlier, record), (*model.parameters(), *model.modules())
-                getattr(self, record).update({key: noted.pop(key) for key in keys if key in noted})
+                dtypes, keys = getattr(earlier, record), (*model.parameters(), *model.modules())
+                getattr(self, record).update({key: dtypes.pop(key) for key in keys if key in dtypes})
 
     def dtypes_of(self, model: nn.Module) -> set[torch.dtype]:
-        """The dtypes that the model's parameters came in, as far as they are noted here."""
+        """Return the recorded original dtypes of the model's parameters."""
         return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
     def widen(
@@ -51,10 +51,10 @@ class Incoming:
     ) -> list[tuple[nn.Module, torch.dtype, int]]:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
 
-        Parameters that ``keeps`` names stay as they came, and so do the buffers of their modules, and those of a model that has no
-        others. Returns (model, its dtype, how many tensors) for each model that has come in lower precision.
+        Parameters for which ``keeps`` is True keep their dtype, and so do the buffers of their modules, and all buffers of a model
+        that has no other parameters. Returns (model, its dtype, number of tensors) for each model that was changed.
         """
-        found = []
+        widened = []
         taken_over = set(map(id, self._dtypes))
         for model in models:
             every = list(model.parameters())
@@ -68,7 +68,7 @@ class Incoming:
                 buffers += names.values()
             if not params and not buffers:
                 continue
-            found.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
+            widened.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
             refuse_coming_apart(models, set(params), plan)
             self.widen_params(params, optimizers)
             for tensor in dict.fromkeys(buffers):
@@ -81,17 +81,17 @@ class Incoming:
                 if all(tensor.dtype not in LOWER_PRECISION for tensor in tensors_in(state)):
                     self._with_float32_state.add(optimizer)
                 state.update(cast_state(state, torch.float32))
-        return found
+        return widened
 
     def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any] = ()) -> None:
-        """Make lower-precision parameters float32, in place, with their gradients. Rests of optimizers become part of them."""
+        """Make lower-precision parameters float32, in place, with their gradients. Rests that optimizers keep are joined in."""
         self._dtypes.update({param: param.dtype for param in params})
         with _joining_rests(params, optimizers):
             for param in params:
                 _change_dtype(param, torch.float32)
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
-        """The dtype that each tensor came in, the values rounded; what that lacks goes to the optimizer that keeps rests."""
+        """Give each tensor its original dtype: values are rounded, and an optimizer that keeps rests gets what rounding lost."""
         rests = self._rests(optimizers)
         for optimizer in optimizers:
             if optimizer in self._with_float32_state or getattr(optimizer, "keeps_float32_state", False):
@@ -99,10 +99,10 @@ class Incoming:
             for param, state in self._states(optimizer):
                 state.update(cast_state(state, self._dtypes[param]))
         buffers = [
-            (buffer, own[name])
-            for module, own in self._buffers.items()
+            (buffer, dtypes[name])
+            for module, dtypes in self._buffers.items()
             for name, buffer in module.named_buffers(recurse=False)
-            if name in own
+            if name in dtypes
         ]
         for tensor, dtype in (*self._dtypes.items(), *buffers):
             _change_dtype(tensor, dtype)
@@ -114,23 +114,23 @@ class Incoming:
         self._buffers.clear()
 
     def _rests(self, optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, Any]]:
-        """The (rest, weight, optimizer) that float32 parameters fall into whose optimizer keeps rests."""
-        found = {}
+        """Split each float32 parameter whose optimizer keeps rests: (rest, weight, optimizer) by parameter."""
+        rests = {}
         for optimizer in optimizers:
             for param in params_of(optimizer) if getattr(optimizer, "rests", False) is True else ():
-                if param in self._dtypes and param.dtype is torch.float32 and param not in found:
+                if param in self._dtypes and param.dtype is torch.float32 and param not in rests:
                     lower, rest = kernels.parted(param, self._dtypes[param])
-                    found[param] = rest, lower, optimizer
-        return found
+                    rests[param] = rest, lower, optimizer
+        return rests
 
     def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """Each parameter that came in lower precision and has state in the optimizer, and that state."""
+        """Yield (parameter, its state) for parameters with a recorded dtype that have state in the optimizer."""
         return ((param, state) for param, state in states_to_cast(optimizer) if param in self._dtypes)
 
 
 @contextmanager
 def _joining_rests(params: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> Iterator[None]:
-    """Parameters that become float32 inside get what the optimizers have kept of their values."""
+    """Add the rests that optimizers keep to the parameters, which become float32 inside of the context."""
     states = [(param, optimizer.state.get(param) or {}) for param in params for optimizer in optimizers]
     rests = [(param, param.detach(), state.pop("rest")) for param, state in states if "rest" in state]
     yield
@@ -139,10 +139,10 @@ def _joining_rests(params: Sequence[torch.Tensor], optimizers: Sequence[Any]) ->
 
 
 def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
-    """Make sharded parameters that came in lower precision float32, with their state; returns what they came in, if they did.
+    """Make sharded lower-precision parameters float32, with their state; returns the dtype that they had, or None.
 
-    For good: FSDP2 has its own record of their storage, which follows a change of dtype only through ``_apply`` and before its
-    first forward.
+    The change is permanent: FSDP2 keeps its own record of their storage, which follows a change of dtype only through ``_apply``
+    and before the first forward.
     """
     lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
     if not lower:
@@ -157,15 +157,15 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
 
 
 def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
-    """The parameters of these optimizers."""
+    """Return the parameters of these optimizers."""
     return {param for optimizer in optimizers for param in params_of(optimizer)}
 
 
 def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan) -> None:
-    """Make models that come in lower precision float32, and say so."""
+    """Make lower-precision models float32, and log it."""
     lines: list[str] = []
     trains_in = "float32" if plan.master_weights else plan.cast_model_type
-    deed = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
+    outcome = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
     for model in models:
         if fsdp_modules(model) and (dtype := widen_sharded(model, optimizers)) is not None:
             found = f"The sharded {type(model).__name__} came in {dtype}"
@@ -173,7 +173,7 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
     held = held_by(optimizers)
 
     def stays(param: torch.Tensor) -> bool:
-        """Whether calls cast it and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
+        """Whether calls cast the parameter and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
         if optimizers:
             return plan.casts_calls and not plan.lowers_all and param not in held
         return plan.casts_calls and not plan.casts_weights and not param.requires_grad
@@ -186,7 +186,7 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
     }
     for model, dtype, count in incoming.widen(models, optimizers, stays, plan):
         found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
-        lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
+        lines.append(f"{found}: {outcome}, until close() gives {dtype} back.")
         if not rounded.isdisjoint(model.parameters()):
             logger.warning(
                 "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
@@ -199,7 +199,7 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
 
 
 def flatten(modules: Iterable[nn.Module]) -> None:
-    """Have recurrent layers among the modules have their weights in one piece."""
+    """Lay the weights of each recurrent layer among the modules out in one piece of memory."""
     for module in modules:
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

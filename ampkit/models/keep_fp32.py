@@ -1,6 +1,6 @@
 """Parameters that stay float32 where weights are stored in lower precision, and modules that compute in float32.
 
-NOTES.md says which. What ``keep_fp32=`` names gets a forward of its own (`KEPT` in forward.py), in which calls are not cast.
+NOTES.md says which. Modules that ``keep_fp32=`` names get a wrapped forward (`KEPT` in forward.py), in which calls are not cast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_TRAINED = "no optimizer trains it"
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Every norm class of torch.nn and its subclasses."""
+    """Whether the module is of a norm class of torch.nn, or of a subclass."""
     return isinstance(module, _NORM_TYPES)
 
 
@@ -36,10 +36,10 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 
 
 class Kept:
-    """A plan's choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
+    """A plan's choice for one model: ``modules`` and ``parameters`` that stay float32.
 
-    ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
-    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``trained``, unless that is None.
+    ``named`` are the modules that ``keep_fp32=`` names, and ``unmatched`` its items that name nothing. Of the other parameters the
+    plan lowers the matrices, or with ``lowers_all`` every one; only ``trained`` ones, unless that is None.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Any] = ()) -> None:
@@ -63,7 +63,7 @@ class Kept:
         self.parameters.update(param for module in self.modules for param in module.parameters())
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
-        """Why a parameter of the module stays as it is; None where it is stored in lower precision."""
+        """Return why a parameter of the module stays as it is; None if it is stored in lower precision."""
         if self.trained is not None and param not in self.trained:
             return NOT_TRAINED
         if not self.lowers:
@@ -72,17 +72,17 @@ class Kept:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):
             return None
-        beside = [one for one in module._parameters.values() if one is not None]
+        beside = [x for x in module._parameters.values() if x is not None]
         return None if isinstance(module, _LAYERS) and any(map(_is_matrix, beside)) else "a vector"
 
     def in_float32(self) -> list[nn.Module]:
-        """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are."""
-        found: dict[nn.Module, None] = {}
+        """Return the modules that ``keep_fp32=`` names and all inside them that have a forward: each may be called by itself."""
+        modules: dict[nn.Module, None] = {}
         for root in self.named:
-            computed = {m for one in root.modules() if isinstance(one, ParametrizationList) for m in one.modules()}
+            computed = {m for x in root.modules() if isinstance(x, ParametrizationList) for m in x.modules()}
             inside = [module for module in root.modules() if module is root or module not in computed]
-            found.update(dict.fromkeys(filter(_has_forward, inside)))
-        return list(found)
+            modules.update(dict.fromkeys(filter(_has_forward, inside)))
+        return list(modules)
 
     def _keep(self, item: Any) -> bool:
         if isinstance(item, str):
@@ -96,7 +96,7 @@ class Kept:
         return bool(modules or parameters)
 
     def _matching(self, pattern: str) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
-        """Modules and parameters by name. Who names a parameter of a layer, ``"head.weight"``, names the layer."""
+        """Return modules and parameters whose names match. ``"head.weight"``, a parameter of a layer, matches the layer."""
         model = self.model
         modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
         every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -108,7 +108,7 @@ class Kept:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether calls reach the module: not a ModuleList, not what torch.compile or torch.jit put around one."""
+    """Whether calls reach the module's own forward: not of a ModuleList, a ScriptModule or a module of torch.compile."""
     if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
         return False
     return type(module).forward is not nn.Module.forward

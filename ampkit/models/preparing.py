@@ -1,4 +1,4 @@
-"""Prepare the models of a session, in order: weights are cast, what is kept and the models get their forwards.
+"""Prepare the models of a session: cast their weights, then wrap the forwards of models and of modules kept in float32.
 
 Each step has its undo. Weights are cast in place: a parameter stays the same object.
 """
@@ -30,12 +30,12 @@ from .records import members
 from .shared_memory import refuse_coming_apart
 
 Plan = Any  # plan.py's, which stands above this room
-# What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
+# The values and gradients from before the casts, until all is prepared: a failure is then undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, undo: Undo) -> Originals:
-    """Have these models compute as the plan says. While what was cast is returned, its undo is exact."""
+    """Prepare the models as the plan says. As long as the returned originals are held, the undo is exact."""
     loans, originals = Loans(), Originals()
     kept = [Kept(model, plan, optimizers) for model in models]
     chosen: dict[torch.Tensor, str] = {}
@@ -53,12 +53,12 @@ def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan:
         stored[param] = _cast(param, plan, loans)
     flatten(module for model in models if plan.stores_weights for module in model.modules())
     _log_kept(kept, plan)
-    _shell_forwards(models, kept, plan, undo)
+    _wrap_forwards(models, kept, plan, undo)
     return originals
 
 
 def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
-    """Every parameter that is not kept, and its name. Tied weights share one value, also between models."""
+    """Return the parameters to cast, with their names. Tied weights share one value, also between models."""
     chosen: dict[torch.Tensor, str] = {}
     for prefix, module in choice.model.named_modules():
         # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
@@ -77,7 +77,7 @@ def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
 
 
 def _warn_of_losses(chosen: dict[torch.Tensor, str], plan: Plan) -> None:
-    """Warn of values that float16 has not, and of weights that leave shared memory."""
+    """Warn of values beyond float16's range, and of weights that leave shared memory."""
     if any(param.is_cpu and param.is_shared() for param in chosen):
         logger.warning(
             "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
@@ -108,7 +108,7 @@ def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
     else:
         lower = tensor.detach().to(entry.dtype)
         gradient = None if gradient is None else gradient.to(entry.dtype)
-    # All memory is there: what follows does not fail.
+    # All memory is allocated: nothing below fails.
     tensor.grad, tensor.data = None, lower
     put_gradient(tensor, gradient)
     keep_hooks_in_dtype(tensor)
@@ -116,9 +116,9 @@ def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
 
 
 def restore_weights(loans: Loans, originals: Originals) -> None:
-    """Undo the casts: the same parameter objects, float32, with the values that are behind them.
+    """Undo the casts: the same parameter objects become float32 again, with their present float32 values.
 
-    Of models that are gone, and of layers that a script has taken out, what is still there.
+    Parameters of models and layers that are gone by now are left out.
     """
     entries = {param: entry for param, entry in stored.items() if entry is not None and entry.loans is loans}
     parts = [module for module, own in members.items() if own is loans]
@@ -152,8 +152,8 @@ def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
         logger.debug("Kept in float32: %s", ", ".join(names))
 
 
-def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, undo: Undo) -> None:
-    """Give the models, and what ``keep_fp32=`` names in them, forwards that cast inputs and outputs."""
+def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, undo: Undo) -> None:
+    """Wrap the forwards of the models, and of the modules that ``keep_fp32=`` names in them."""
     in_forward_only = plan.patch_torch_functions and plan.scope == "forward"
     casts = ForwardCasts(
         inputs=plan.cast_model_type if plan.lowers_all else None,
@@ -183,7 +183,7 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
 
 
 def _keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
-    """Forget casts of what FSDP2 has gathered for a module before and after its forward, until ``undo``.
+    """Drop the casts of weights that FSDP2 gathers for a module, before and after its forward, until ``undo``.
 
     A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
     """
@@ -193,7 +193,7 @@ def _keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
 
 
 def _lay_gradients_as_parameters(model: nn.Module, undo: Undo) -> None:
-    """Have gradients that tensor parallelism leaves laid out otherwise than their parameters be laid out as these, until ``undo``.
+    """Redistribute gradients of tensor parallelism to the placements of their parameters, until ``undo``.
 
     With ``SequenceParallel`` each process sees some of the tokens, and all have the whole weight of a norm: each gets a part of a
     sum, and judging or unscaling part of a sum tells nothing. A layer whose weight is sharded may get a whole gradient, and kernels

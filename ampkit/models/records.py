@@ -1,6 +1,6 @@
-"""How the modules of a cast model save, load and take over the float32 values of their weights.
+"""Saving, loading and synchronizing the float32 values of weights that are stored in lower precision.
 
-A value is found by its weight (`stored`) and not by a name. Nothing hangs on a module: torch's own methods are patched, for all.
+A value is found by its weight (`stored`), not by a name. Nothing is set on a module: torch's own methods are patched for all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary
 
 
 class LeftAs(NamedTuple):
-    """A parameter, the dtype that `initialize` left it in, and its float32 value, if it is stored in lower precision."""
+    """A parameter with the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision."""
 
     param: Reference
     dtype: torch.dtype
@@ -35,13 +35,13 @@ class LeftAs(NamedTuple):
 
 
 def parameters_now(model: nn.Module) -> list[LeftAs]:
-    """The model's parameters as they are now, without those that stay as they came beside stored ones."""
+    """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
     every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
     return [LeftAs(Reference(param), param.dtype, stored.get(param)) for param in every]
 
 
 def save(original: Callable, self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
-    """``state_dict()`` has copies of the float32 values; as parameters with ``keep_vars=True``."""
+    """Put copies of the float32 values into ``state_dict()``; with ``keep_vars=True`` as parameters."""
     original(self, destination, prefix, keep_vars)
     for name, lower, entry in lower_in(self):
         key = prefix + name
@@ -49,7 +49,7 @@ def save(original: Callable, self: nn.Module, destination: dict, prefix: str, ke
 
 
 def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The same for ``state_dict()`` of a module whose class writes what it saves by itself, past torch's method."""
+    """Do as `save` for a module whose class overrides torch's ``_save_to_state_dict``."""
     saved = original(self, *args, **kwargs)
     if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
@@ -61,9 +61,9 @@ def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: A
 
 
 def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
-    """``load_state_dict()`` reaches weights and rests.
+    """Load a ``state_dict()`` into weights and rests.
 
-    Values in lower precision are left to torch: a write like any other, after which what was there before may be put back.
+    Values in lower precision are left to torch: a write like any other, after which a script may restore the old values.
     """
     if metadata.get("assign_to_params_buffers") and self in members:
         raise ConfigurationError(
@@ -83,7 +83,7 @@ def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, met
 
 
 def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
-    """Have what was written to loans, and float32 values that were assigned to weights (``p.data = values``), reach the weights.
+    """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
 
     Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
     """
@@ -114,7 +114,7 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
 
 
 def join(whole: nn.Module, _: str, part: Any) -> None:
-    """Have lower-precision parameters that become part of an initialized model, as of a parametrization, have float32 values."""
+    """Register lower-precision parameters that are added to an initialized model, as by a parametrization, with float32 values."""
     loans = members.get(whole) if members else None
     if loans is None:
         return

@@ -1,6 +1,6 @@
-"""Two parameters that lie in the same memory, as ``decoder.weight.data = encoder.weight.data.t()`` leaves them.
+"""Two parameters over the same memory, as ``decoder.weight.data = encoder.weight.data.t()`` makes them.
 
-Another dtype takes memory of its own, so they would come apart, as in torch's own ``model.half()``.
+A change of dtype allocates new memory, which ends the sharing, as torch's own ``model.half()`` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..logs import logger
 
 
 def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor], plan: Any) -> None:
-    """Refuse parameters in ``leaving`` that share memory with another one.
+    """Raise `ConfigurationError` where a parameter in ``leaving`` shares memory with another one.
 
-    Scripts of Apex's are warned: it took them apart.
+    Apex ended the sharing without a word; its scripts get a warning.
     """
     lying: list[tuple[int, int, str, Tensor]] = []
     for number, model in enumerate(models):
@@ -44,6 +44,6 @@ def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor],
 
 
 def _end(param: Tensor) -> int:
-    """The address behind the last element; of a view with gaps, in which others may lie, behind the first."""
+    """Return the address behind the last element; for a view with gaps, where other tensors may lie, behind the first."""
     steps = sum((size - 1) * step for size, step in zip(param.shape, param.stride()))
     return param.data_ptr() + (param.nbytes if steps + 1 == param.numel() else param.element_size())

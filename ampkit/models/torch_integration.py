@@ -1,8 +1,8 @@
-"""The places where torch itself reads or writes weights of an initialized model: export, averages, torch.distributed.
+"""Patches of torch where it reads or writes weights of an initialized model itself: export, averages, torch.distributed.
 
-Ranks are to be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
-rest, on the rank that a broadcast comes from too. Where DistributedDataParallel gives every process the weights of one, when it is
-made and at the end of ``join()``, rests go with them.
+Ranks must be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
+rest, on the sending rank too. Where DistributedDataParallel sends the weights of one process to all, when it is made and at the
+end of ``join()``, it sends the rests too.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .copies import copy_parameter, for_processes, pickle_parameter
 from .float32_values import lower_entries
 from .records import load, save, save_past_torch
 
-#: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
-#: functions: scripts import those by name, and torch.compile knows them by identity.
+#: Methods of a process group that write to their first argument, which may be a list of lists. The functions of
+#: torch.distributed are not patched: scripts import those by name, and torch.compile knows them by identity.
 _WRITING = (
     *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter"),
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-#: Weights that are stored in lower precision, by the address of their storage: where they lay at the first collective after a
-#: forward, which clears this.
-lying: dict[int, list[Reference]] = {}
+#: Weights that are stored in lower precision, by the address of their storage at the first collective after a forward. Forwards
+#: clear it.
+weights_by_address: dict[int, list[Reference]] = {}
 
 
 def _patch(patches: PatchSet) -> None:
@@ -59,7 +59,7 @@ def _patch(patches: PatchSet) -> None:
     patches.set(ForkingPickler._extra_reducers, nn.Parameter, for_processes)
 
 
-#: What sessions with stored weights want patched.
+#: The patches of sessions that store weights in lower precision.
 around_stored_weights = SharedPatches(_patch)
 
 
@@ -86,14 +86,14 @@ def _clear_rests(written: Any) -> None:
         for part in written:
             _clear_rests(part)
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
-        if not lying:
-            found: dict[int, list[Reference]] = {}
+        if not weights_by_address:
+            addresses: dict[int, list[Reference]] = {}
             for weight, entry in stored.items():
                 if entry is not None:
-                    found.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
-            lying.update(found)  # at once: another thread may look
+                    addresses.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
+            weights_by_address.update(addresses)  # at once: another thread may look
         place = written.untyped_storage().data_ptr()
-        for weight in [ref() for ref in lying.get(place, ())]:
+        for weight in [ref() for ref in weights_by_address.get(place, ())]:
             if weight is None or weight not in stored or weight.untyped_storage().data_ptr() != place:
                 continue
             begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps
@@ -122,7 +122,7 @@ def _average(original: Callable, self: Any, model: nn.Module) -> None:
             entry = stored.get(param)
             yield param if entry is None else entry.current(param)
 
-    # As much of a model as an average asks for.
+    # The two methods of a model that an average calls.
     original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
 
 
