@@ -91,7 +91,7 @@ class ScriptFinder(Finder):
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied by the loss scale
         self._trend = Trend()
-        self._of_gradients: dict[int, Culprit | None] = {}  # their origins by address, during a step
+        self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
         self._bad = ""  # words on the latest gradients that were not finite
         self._first: Any = None
         self._before: Any = None  # the state to save, before a step that may ruin it
@@ -131,9 +131,9 @@ class ScriptFinder(Finder):
         with unwatched():
             self._trend.step(params_of(optimizer))
             grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
-        self._of_gradients = {x: self._origins[x] for x in grads if x in self._origins}
+        self._gradient_origins = {x: self._origins[x] for x in grads if x in self._origins}
         self.forget()
-        self._origins.update(self._of_gradients)  # clipping may have changed their values
+        self._origins.update(self._gradient_origins)  # clipping may have changed their values
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
@@ -141,7 +141,7 @@ class ScriptFinder(Finder):
                 self.culprit = None  # a skipped step has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *Watch.statistics(self)))):
                 self._stop(self.culprit)
-        for x in self._of_gradients:
+        for x in self._gradient_origins:
             self._origins.pop(x, None)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)

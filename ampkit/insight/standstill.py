@@ -42,9 +42,9 @@ class Standstill:
         self._first: dict[Tensor, Tensor] = {}  # a sample of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases before a norm, each with the weight of its layer
         self._held: dict[Tensor, Tensor] = {}  # gathered parameters of FSDP2, each with its sharded one
-        self._asked: set[nn.Module] = set()
+        self._looked_up: set[nn.Module] = set()  # models whose parameters are in `_held`
         self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
-        self._now: dict[Tensor, str | None] = {}  # `_why` of this step
+        self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
@@ -72,8 +72,8 @@ class Standstill:
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
         for model in models if self._before_norm else ():
-            if model not in self._asked:
-                self._asked.add(model)
+            if model not in self._looked_up:
+                self._looked_up.add(model)
                 self._held.update((x.whole, x.param) for x in gathered(model) if x.whole is not None)
         held = self._held
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
@@ -82,7 +82,7 @@ class Standstill:
             # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
                 self._first[param] = _sample(param).clone()
-        self._now = {
+        self._current_why = {
             param: self._why_not(param, float(group.get("lr", 1.0)))
             for group in optimizer.param_groups
             for param in group["params"]
@@ -108,7 +108,7 @@ class Standstill:
     def step_ends(self, optimizer: Any, is_taken: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        for param, why in self._now.items():
+        for param, why in self._current_why.items():
             # With a skipped step a factor that starts at 0 has not changed yet: its zero gradients prove nothing.
             self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
         if weights is None or not is_taken:

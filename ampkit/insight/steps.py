@@ -53,7 +53,7 @@ class StepReport:
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """The norm of each gradient, as for `grad_norm`, by name of the parameter; empty if the step was skipped, as the following."""
+        """The norm of each gradient as the step used it, by name of the parameter; empty if skipped, as the following."""
         return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
 
     @cached_property

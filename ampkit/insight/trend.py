@@ -35,15 +35,15 @@ class Trend:
         self._iterations = 0
         self._losses: dict[Site | None, list[float]] = {}  # by the line that calls backward()
         self._weights: dict[torch.Tensor, float] = {}  # before the first step
-        self._before: dict[Any, float] = {}  # the largest size of earlier iterations
-        self._now: dict[Any, float] = {}
+        self._earlier: dict[Any, float] = {}  # the largest size of earlier iterations
+        self._sizes: dict[Any, float] = {}
         self._growth: dict[int, float] = {}  # of tensors of this iteration, by address
         self._most: tuple[float, Call | None, str] = (_RISES, None, "")
 
     def _grow(self, key: Any, size: float, is_finite: bool = True) -> float:
         if is_finite:
-            self._now[key] = max(self._now.get(key, 0.0), size)
-        return size / self._before[key] if self._before.get(key) else 1.0
+            self._sizes[key] = max(self._sizes.get(key, 0.0), size)
+        return size / self._earlier[key] if self._earlier.get(key) else 1.0
 
     def operator(self, call: Call, sizes: dict[torch.Tensor, float], needed: float, scale: float) -> None:
         """Note the sizes of an operator's results (``needed`` if not finite); a gradient is multiplied by the loss ``scale``."""
@@ -88,10 +88,10 @@ class Trend:
         for param in params:
             if param not in self._weights:
                 self._weights[param] = largest(param)
-        for key, size in self._now.items():
-            self._before[key] = max(self._before.get(key, 0.0), size)
-        self._iterations += bool(self._now)
-        self._now.clear()
+        for key, size in self._sizes.items():
+            self._earlier[key] = max(self._earlier.get(key, 0.0), size)
+        self._iterations += bool(self._sizes)
+        self._sizes.clear()
         self._growth.clear()
         self._most = _RISES, None, ""
 

@@ -68,8 +68,8 @@ class Weights:
             if rest_of is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
                 rest_of = functools.partial(_own_rest, optimizer, param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
-                rest = None if rest_of is None else self._some(rest_of()).clone()
-                self.list.append(_Weight(name, param, lr, rest_of, self._some(param.detach()).clone(), rest))
+                rest = None if rest_of is None else self._sample(rest_of()).clone()
+                self.list.append(_Weight(name, param, lr, rest_of, self._sample(param.detach()).clone(), rest))
 
     def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the number of lost updates and of all updates of each parameter (int64, on its device), by name.
@@ -82,12 +82,12 @@ class Weights:
     def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the numbers of `lost` without a check of gradients, and without waiting for the device."""
         counts = {}
-        for trained in self._alike():
+        for trained in self._groups():
             weights, gradients = zip(*trained)
-            after = _flat(self._some(x.param.detach()) for x in weights)
+            after = _flat(self._sample(x.param.detach()) for x in weights)
             stays = after == _flat(x.before for x in weights)
             if weights[0].rest_of is not None:
-                stays &= _flat(self._some(x.rest_of()) for x in weights) == _flat(x.rest for x in weights)
+                stays &= _flat(self._sample(x.rest_of()) for x in weights) == _flat(x.rest for x in weights)
             is_updated = _flat(gradients) != 0
             sizes = [x.numel() for x in gradients]
             for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
@@ -96,12 +96,12 @@ class Weights:
 
     def _trained(self) -> list[tuple[_Weight, torch.Tensor]]:
         return [
-            (weight, self._some(weight.param.grad))
+            (weight, self._sample(weight.param.grad))
             for weight in self.list
             if weight.param.grad is not None and not is_sparse(weight.param.grad)
         ]
 
-    def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
+    def _groups(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
         """Group the weights for `counts`: each alone, or samples of the same dtypes and device together."""
         groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
         for weight, gradient in self._trained():
@@ -109,7 +109,7 @@ class Weights:
             groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
         return groups.values()
 
-    def _some(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self._most is None else some(local(tensor), self._most)
 
 

@@ -77,7 +77,7 @@ class Call:
 
     ``site`` is the user's line, or None. ``function`` is the public name of the function that the line calls (``"torch.exp"``), or
     the operator's. ``module`` is the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for the model itself, and
-    outside of it). In a backward pass all three are the forward's; ``node`` is the name of the autograd node, ``number`` its number.
+    outside of it). In a backward pass all three are the forward's; ``node`` is the name of the autograd node, with its ``number``.
     ``recomputed`` says that torch.utils.checkpoint runs it again during a backward pass. ``passed`` are the owners of the frames
     between the line and the operator.
     """
@@ -103,8 +103,8 @@ class Call:
         places = zip(self.op._schema.arguments, self.args)
         tensor = torch._C.TensorType.get()
         self.args = tuple(
-            torch.tensor(x) if isinstance(x, (int, float)) and place.type == tensor else x
-            for place, x in places
+            torch.tensor(value) if isinstance(value, (int, float)) and place.type == tensor else value
+            for place, value in places
         )
         return self.op(*self.args, **self.kwargs)
 
@@ -161,7 +161,7 @@ class Watch(TorchDispatchMode, Listener):
         """Handle the losses before a backward pass; called by a `Repetition`."""
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Handle all gradients after a backward pass; called by a `Repetition`. Running statistics may be bad if no gradient is."""
+        """Handle all gradients after a backward pass; called by a `Repetition`. Running statistics are checked too."""
         self.on_loss([*gradients, *self.statistics()])
 
     def statistics(self) -> list[torch.Tensor]:

@@ -49,7 +49,7 @@ class GradScaler(TorchGradScaler):
         super().__init__(device, enabled=False)  # torch's own scale is never used, and never allocated
         self._session = None if session is None else weakref.ref(session)
         self._loss_id = loss_id
-        self._found: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # of unscaled optimizers, by id
+        self._unscaled: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # of unscaled optimizers, by id
         self._stepped: set[int] = set()
 
     def scale(self, outputs: Any) -> Any:
@@ -68,7 +68,7 @@ class GradScaler(TorchGradScaler):
         """Unscale the gradients of this optimizer, and check whether they are finite. Call it once before each ``step``."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step().")
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         wrapper, session = wrapper_of(optimizer), session_of(optimizer)
         if wrapper is None or session is None:
@@ -78,11 +78,11 @@ class GradScaler(TorchGradScaler):
                 f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its "
                 "gradients are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
             )
-        self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
+        self._unscaled[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 
     def is_unscaled(self, optimizer: Any) -> bool:
         """Whether `unscale_` has been called on this optimizer since the last ``update()``."""
-        return id(optimizer) in self._found
+        return id(optimizer) in self._unscaled
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step(*args, **kwargs)`` if its gradients are finite; else skip the step and return None."""
@@ -90,9 +90,9 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update().")
-        if id(optimizer) not in self._found:
+        if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
-        wrapper, found_inf = self._found[id(optimizer)]
+        wrapper, found_inf = self._unscaled[id(optimizer)]
         self._stepped.add(id(optimizer))
         if found_inf is not None and found_inf.overflowed:
             wrapper.findings.of_step = found_inf
@@ -104,7 +104,7 @@ class GradScaler(TorchGradScaler):
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """End the iteration: the loss scale backs off after an overflow, and grows after enough iterations without one."""
-        unscaled, self._found, self._stepped = list(self._found.values()), {}, set()
+        unscaled, self._unscaled, self._stepped = list(self._unscaled.values()), {}, set()
         if new_scale is not None:
             self._scaler.loss_scale = float(new_scale)
             return
