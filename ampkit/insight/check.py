@@ -373,7 +373,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
-    not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
+    not_cast = [f"{reason} ({n}x)" for reason, n in seen.not_cast.most_common(4)]
     standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
@@ -425,7 +425,7 @@ def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizer
 
 
 def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
-    """Explain why O5 may take as many bytes as O1: matrices that are too small for a gradient in lower precision."""
+    """Yield the reason why O5 may take as many bytes as O1: matrices that are too small for a gradient in lower precision."""
     trained = [param for optimizer in optimizers for param in known(params_of(optimizer)) if param.requires_grad]
     total = sum(param.numel() for param in trained)
     narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))

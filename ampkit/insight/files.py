@@ -43,7 +43,7 @@ _OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weig
 
 
 class NotRead(Exception):
-    """The reason why a file cannot be read."""
+    """An error that says why a file cannot be read."""
 
 
 def report(path: str) -> tuple[list[str], bool]:

@@ -90,7 +90,7 @@ class Finder(Watch):
         self.operations += 1
         written = list(arguments_written(call.op, call.args, call.kwargs))
         is_overwritten = call.name in _FILLS or any(name == "out" for name, _ in written)
-        before = {} if is_overwritten else {id(x): x.clone() for _, x in written if x.is_floating_point()}
+        copies = {} if is_overwritten else {id(x): x.clone() for _, x in written if x.is_floating_point()}
         try:
             out = call()
         except Exception as error:
@@ -104,7 +104,7 @@ class Finder(Watch):
                 self._widened[address(made[0])] = read.dtype
             sizes, origin = {tensor: largest(tensor) for tensor in made}, None
             if bad := [tensor for tensor, size in sizes.items() if not math.isfinite(size)]:
-                origin = self._origin(call, before, made, bad)
+                origin = self._origin(call, copies, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
             self.on_results(call, sizes, origin)
         return out
@@ -112,10 +112,10 @@ class Finder(Watch):
     def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
         """Look at the results of an operator: their largest values, and the origin of those that are not finite."""
 
-    def _origin(self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
-        skipped = {id(tensor) for tensor in call.written()} - before.keys()
+    def _origin(self, call: Call, copies: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
+        skipped = {id(tensor) for tensor in call.written()} - copies.keys()
         read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
-        bad_inputs = [(tensor, value) for tensor in read if not is_finite(value := before.get(id(tensor), tensor))]
+        bad_inputs = [(tensor, value) for tensor in read if not is_finite(value := copies.get(id(tensor), tensor))]
         origins = [self._origin_of(call, tensor, value) for tensor, value in bad_inputs]
         if (known := next((origin for origin in origins if origin is not None), None)) is not None:
             return known
@@ -127,7 +127,7 @@ class Finder(Watch):
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
-        inputs = tree_map(lambda x: before.get(id(x), x) if isinstance(x, torch.Tensor) else x, arguments)
+        inputs = tree_map(lambda x: copies.get(id(x), x) if isinstance(x, torch.Tensor) else x, arguments)
         return self._new(call, *explain(call, inputs, made), bad[0])
 
     def _origin_of(self, call: Call, tensor: torch.Tensor, value: torch.Tensor) -> Culprit | None:

@@ -113,7 +113,7 @@ def _owner(file: str) -> str:
 
 
 def look_at(traceback: types.TracebackType | None) -> Site | None:
-    """The user's innermost line in a traceback."""
+    """Return the user's innermost line in a traceback."""
     site = None
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -101,8 +101,8 @@ class Trend:
 
     def divergence(self) -> str:
         """Return in words how losses and weights have risen, if both have; else an empty string."""
-        before, weights = max(self._weights.values(), default=0.0), self._rise_of_weights()
-        have_grown = not (weights <= _RISES or before * weights <= _LARGE)  # also true for NaN
+        first_weight, weights = max(self._weights.values(), default=0.0), self._rise_of_weights()
+        have_grown = not (weights <= _RISES or first_weight * weights <= _LARGE)  # also true for NaN
         for losses in self._losses.values():
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.inf]
             is_sudden = len(finite) < 3 and not math.isfinite(losses[-1]) and math.isfinite(weights)
@@ -110,7 +110,7 @@ class Trend:
             if has_risen and have_grown and len(losses) > 1 and math.isfinite(finite[0]):
                 last = max(finite[-3:]) if len(finite) > 1 else losses[-1]
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
-                return f"{rise}, the largest weight from {before:.4g} to {before * weights:.4g}"
+                return f"{rise}, the largest weight from {first_weight:.4g} to {first_weight * weights:.4g}"
         return ""
 
     def grown(self) -> str:

@@ -67,7 +67,7 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> None:
-    """Add the options of ``run``, and the script its arguments. A tool that ``observes`` installs the drop-in on ``--apex``."""
+    """Add the options of ``run``, the script and its arguments. A tool that ``observes`` installs the drop-in on ``--apex``."""
     parser.set_defaults(apex=not observes)
     if observes:
         parser.add_argument(

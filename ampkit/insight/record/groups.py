@@ -65,7 +65,7 @@ class Group:
 def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
     """Yield the rows of all groups; casts that still wait join a row of the same line, or get a row of their own."""
     by_line: defaultdict[Any, list[CallRow]] = defaultdict(list)
-    for group in sorted(groups, key=lambda one: one.last is None):
+    for group in sorted(groups, key=lambda x: x.last is None):
         line_rows = by_line[group.site, group.phase]
         if (row := group.last or next(iter(line_rows), None)) is not None:
             group.hand_over(row)
@@ -73,10 +73,10 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
             row = group.waiting
             row.calls, row.cast_seconds = row.casts, row.seconds
             row.reason = "a cast of the script's" if row.casts else row.reason
-        for one in _folded(group.rows.values() or [group.waiting]):
-            one.module = collapsed(group.paths[one])
-            line_rows.append(one)
-            yield one
+        for merged in _folded(group.rows.values() or [group.waiting]):
+            merged.module = collapsed(group.paths[merged])
+            line_rows.append(merged)
+            yield merged
 
 
 def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
