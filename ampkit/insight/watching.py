@@ -161,7 +161,7 @@ class Watch(TorchDispatchMode, Listener):
         """Handle the losses before a backward pass; called by a `Repetition`."""
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Handle all gradients after a backward pass; called by a `Repetition`. Running statistics are checked too."""
+        """Handle all gradients after a `Repetition`'s backward pass. Running statistics may be bad even if no gradient is."""
         self.on_loss([*gradients, *self.statistics()])
 
     def statistics(self) -> list[torch.Tensor]:
