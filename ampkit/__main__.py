@@ -1,7 +1,7 @@
-"""The command line: ``ampkit COMMAND``, or ``python -m ampkit COMMAND``. A command is a row of `COMMANDS`.
+"""The command line: ``ampkit COMMAND``, or ``python -m ampkit COMMAND``. Each command is a row of `COMMANDS`.
 
 Its module has ``add_arguments(parser)``, ``from_command_line(arguments) -> int``, which returns the exit code, and ``EXAMPLE``, a
-command that runs. The module is imported only where its command is called.
+command that runs. A module is imported only when its command is called.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="ampkit COMMAND --help says more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
-    # torch.distributed.launch puts this in front of everything that it was given.
+    # torch.distributed.launch inserts this option before all other arguments.
     parser.add_argument("--local-rank", "--local_rank", dest="local_rank", help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
-        own = commands.add_parser(
+        subparser = subparsers.add_parser(
             command.name, help=command.brief, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if command.name in arguments:
             module = importlib.import_module(command.module)
-            own.description = f"{command.brief[0].upper()}{command.brief[1:]}."
-            own.epilog = f"example, in a checkout of ampkit:\n  {module.EXAMPLE}"
-            module.add_arguments(own)
-            own.set_defaults(from_command_line=module.from_command_line, around=AROUND_SCRIPTS)
+            subparser.description = f"{command.brief[0].upper()}{command.brief[1:]}."
+            subparser.epilog = f"example, in a checkout of ampkit:\n  {module.EXAMPLE}"
+            module.add_arguments(subparser)
+            subparser.set_defaults(from_command_line=module.from_command_line, around=AROUND_SCRIPTS)
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()

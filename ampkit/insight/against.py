@@ -1,7 +1,7 @@
 """`diagnose(iteration, against="fp32")`: each operator of an iteration in its precision and in float32, side by side.
 
-A tensor that lower precision has touched has a shadow, what float32 would have made of the same inputs. An operator whose result
-is further from its shadow than its inputs and one rounding explain has made the error: a cancellation, not what follows it.
+A tensor that depends on lower precision has a shadow: the value that float32 computes from the same inputs. A result may be
+further from its shadow than the error of its inputs and one rounding explain. Then its operator has made the error.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .repeating import Repetition
 from .watching import Call, Place, Watch, address, cast, place, tensors_in
 from .words import short
 
-#: An error that is this many times what inputs and rounding explain makes a row.
+#: An error makes a row if it is this many times the error of the inputs plus one rounding.
 _EXCESS = 4.0
 
-#: A sum this much smaller than as many times its largest term is what is left of rounding, in float32 too.
+#: A sum that is smaller than this times the number of its terms times the largest term is rounding error, in float32 too.
 _NOTHING = 1e-4
 
 
 @dataclass(frozen=True)
 class Difference(Place):
-    """A line whose results differ from float32's by more than its inputs explain; errors are relative norms."""
+    """A line whose results differ from float32's by more than its inputs explain. Errors are relative norms."""
 
     dtype: torch.dtype
     error: float
@@ -46,9 +46,9 @@ class Difference(Place):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative errors of ``loss`` and ``gradient`` against float32; ``rows`` are the lines that made them, the worst first.
+    """The relative errors of ``loss`` and ``gradient`` against float32; ``rows`` are the lines that made them, the worst first.
 
-    ``print`` it. ``gradients`` has the same for each parameter, in order of first use.
+    ``print`` it. ``gradients`` has the relative error for each parameter, in order of first use.
     """
 
     operations: int
@@ -70,31 +70,31 @@ class Comparison:
 
 
 def compare(iteration: Callable[[], Any]) -> Comparison:
-    """Run the iteration once, and each operator that lower precision has touched twice."""
+    """Run the iteration once, and each operator that depends on lower precision twice."""
     shadows = _Shadows()
     Repetition(shadows).run(iteration)
     off = sum(float((grad - exact).square().sum()) for grad, exact in shadows.gradients) ** 0.5
     size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
-    of_each = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
+    errors = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
     rows = tuple(
         sorted(shadows.rows.values(), key=lambda row: -row.excess if row.excess == row.excess else -float("inf"))
     )
-    return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, of_each, rows)
+    return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, errors, rows)
 
 
 class _Shadows(Watch):
-    """Runs operators on tensors and on their shadows, and notes where the two part."""
+    """A `Watch` that runs operators on tensors and on their shadows, and notes where the results differ."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self.losses: list[float] = []  # the distance of each
+        self.losses: list[float] = []  # of each loss, its distance from float32
         self.rows: dict[Any, Difference] = {}
-        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their shadows
-        self._shadows: dict[Any, torch.Tensor] = {}  # by place in memory, of those that differ from their tensors
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its shadow
+        self._shadows: dict[Any, torch.Tensor] = {}  # by place in memory; tensors without one are their own shadow
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the tensor would be in float32."""
+        """Return the shadow of a tensor, or the tensor itself if it has none."""
         return self._shadows.get(_key(tensor), tensor)
 
     def on_loss(self, losses: list[torch.Tensor]) -> None:
@@ -114,11 +114,11 @@ class _Shadows(Watch):
             shadow = shadow.float() if shadow.dtype in LOWER_PRECISION else shadow
             return shadow.clone() if id(value) in written and address(shadow) == address(value) else shadow
 
-        before = call.inputs()
-        errors = [distance(tensor, self.of(tensor)) for tensor in before if id(tensor) not in written]
-        given = call.args, call.kwargs
-        widened = tree_map(widen, given)
-        differs = any(one is not other for one, other in zip(tree_leaves(widened), tree_leaves(given)))
+        inputs = call.inputs()
+        errors = [distance(tensor, self.of(tensor)) for tensor in inputs if id(tensor) not in written]
+        arguments = call.args, call.kwargs
+        widened = tree_map(widen, arguments)
+        differs = any(x is not y for x, y in zip(tree_leaves(widened), tree_leaves(arguments)))
         is_random = torch.Tag.nondeterministic_seeded in call.op.tags
         exact = call.op(*widened[0], **widened[1]) if differs and not is_random else None
         out = call()
@@ -127,7 +127,7 @@ class _Shadows(Watch):
                 self._shadows.pop(_key(tensor), None)
             return out
         pairs = [*zip(tensors_in(out), tensors_in(exact), strict=True)]
-        pairs += [(one, shadow) for one, shadow in zip(before, tensors_in(widened)) if id(one) in written]
+        pairs += [(x, shadow) for x, shadow in zip(inputs, tensors_in(widened)) if id(x) in written]
         for tensor, shadow in pairs:
             self._shadows[_key(tensor)] = shadow
             if not call.op.is_view:
@@ -136,7 +136,7 @@ class _Shadows(Watch):
 
     def _note(self, call: Call, out: torch.Tensor, shadow: torch.Tensor, of_inputs: float) -> None:
         error, inputs = distance(out, shadow), call.inputs()
-        eps = max((torch.finfo(one.dtype).eps for one in (out, *inputs) if one.is_floating_point()), default=0.0)
+        eps = max((torch.finfo(x.dtype).eps for x in (out, *inputs) if x.is_floating_point()), default=0.0)
         excess = error / (of_inputs + eps) if eps else 0.0
         if excess < _EXCESS or _is_rounded_zero(call, shadow, inputs):
             return
@@ -147,9 +147,9 @@ class _Shadows(Watch):
 
 
 def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    """A sum that is 0 but for rounding, as the gradient of a bias before a batch norm."""
+    """Whether the result is a sum that is 0 except for rounding, as the gradient of a bias before a batch norm."""
     is_of_bias = call.op is torch.ops.aten.convolution_backward.default and exact.dim() == 1
-    floating = [one for one in inputs if one.is_floating_point() and one.numel()]
+    floating = [x for x in inputs if x.is_floating_point() and x.numel()]
     if not exact.numel() or not (is_of_bias or len(floating) == 1):
         return False
     terms = max(1.0, floating[0].numel() / exact.numel())
@@ -157,7 +157,7 @@ def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]
 
 
 def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over the norm of ``exact``; 0 for what is no floating-point number."""
+    """Return the norm of the difference divided by the norm of ``exact``; 0 for tensors that are not floating-point."""
     if tensor is exact or not tensor.is_floating_point():
         return 0.0
     tensor, exact = readable(tensor).double(), readable(exact).double()

@@ -1,6 +1,6 @@
-"""`AroundStep`: a look at an optimizer before and after each step, by what stands on top of its ``step``.
+"""`AroundStep`: callbacks before and after each step of an optimizer, by a wrapper of its ``step``.
 
-That is also on top of what `ampkit.initialize` has put there: gradients and weights are seen as a script sees them.
+It also wraps the patch of `ampkit.initialize`: the callbacks see gradients and weights as a script sees them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..optimizers.scales import on
 from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
 
-#: A parameter's name, itself, and its group.
+#: The name of a parameter, the parameter, and its parameter group.
 Named = tuple[str, torch.Tensor, dict[str, Any]]
 
 
 class AroundStep:
-    """Calls `before` and `after` around every ``optimizer.step()``, skipped ones included, until `remove`.
+    """A wrapper that calls `before` and `after` around every ``optimizer.step()``, skipped ones included, until `remove`.
 
-    ``function`` is the public function that is named in errors.
+    ``function`` is the name of the public function for error messages.
     """
 
     def __init__(self, optimizer: Any, function: str) -> None:
@@ -36,13 +36,13 @@ class AroundStep:
         self._put_around(self.optimizer.step)
 
     def before(self) -> None:
-        """A step begins."""
+        """Run before each step."""
 
     def after(self) -> None:
-        """It was taken, or skipped."""
+        """Run after each step, also after a skipped one."""
 
     def remove(self) -> None:
-        """Look at no further step."""
+        """Stop observing steps, and restore ``optimizer.step``."""
         self._is_active = False
         self._patches.restore()
 
@@ -65,13 +65,13 @@ class AroundStep:
 
 
 def is_skipped(optimizer: Any) -> bool:
-    """Whether the step that ends is skipped. A torch.amp.GradScaler has torch's fused optimizers skip on the device, by a flag."""
+    """Whether the step that ends was skipped. With torch.amp.GradScaler torch's fused optimizers skip on the device, by a flag."""
     flag = getattr(optimizer, "found_inf", None)
     return step_was_skipped(optimizer) or (flag is not None and bool(flag))
 
 
 def named_params(optimizer: Any) -> Iterator[Named]:
-    """An optimizer's parameters, named as in its models where these are known, else by their places."""
+    """Yield the parameters of an optimizer, named as in its models if these are known, else by their index in the group."""
     session = session_of(optimizer)
     of_models = [] if session is None else [list(model.named_parameters()) for model in session.models]
     known = {
@@ -86,6 +86,6 @@ def named_params(optimizer: Any) -> Iterator[Named]:
 
 
 def to_host(shares: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Scalars as numbers, by one read from the device."""
+    """Convert scalar tensors to numbers, with a single read from the device."""
     values = list(shares.values())
     return dict(zip(shares, torch.stack([on(value, values[0].device) for value in values]).tolist())) if values else {}

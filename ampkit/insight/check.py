@@ -1,7 +1,7 @@
-"""``ampkit check``: the first iterations of a script, and what each level would change in it. A file that is no script is read.
+"""``ampkit check``: the first iterations of a script, and what each level would change in it; or a report on a checkpoint.
 
-`Observer` notes the models and optimizers that run and the functions of torch that they call. `report` asks `explain` what each
-level makes of them. The script ends after some steps of its optimizers.
+`Observer` records the models and optimizers that run and the functions of torch that they call. `report` calls `explain` for each
+level. The script ends after some steps of its optimizers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
-#: A script whose optimizers do not step ends after this many forward or backward passes for each iteration that was asked for.
+#: A script whose optimizers do not step ends after this many forward or backward passes per requested iteration.
 _PASSES = 50
 _TENSOR_CORE = 8
-#: What clips gradients, or measures them to clip by the norm, and is wrong of those that are multiplied by the loss scale.
-_OF_GRADIENTS = {
+#: Functions that clip gradients, or compute their norm for clipping: they are wrong for gradients that are not unscaled yet.
+_CLIPPING = {
     "torch.nn.utils.clip_grad_norm_",
     "torch.nn.utils.clip_grad_value_",
     "torch.nn.utils.clip_grads_with_norm_",
@@ -62,7 +62,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--iterations``, and what ``ampkit run`` takes."""
+    """Add ``--iterations``, and the options of ``ampkit run``."""
     parser.add_argument(
         "--iterations", type=int, default=3, metavar="N", help="end the script after N steps of each optimizer (3)"
     )
@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Run the script's first iterations and print the report. The exit code is 1 where it names a mistake, else 0.
+    """Run the script's first iterations and print the report. The exit code is 1 if it names a mistake, else 0.
 
-    A file or a folder that does not end in .py is a checkpoint, which files.py reads. Exceptions of the script pass through, after
-    a report on what was seen until then.
+    A file or a folder that does not end in .py is a checkpoint, which files.py reads. An exception of the script is raised again,
+    after a report on the part that ran.
     """
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
         return _read_file(arguments.target)
@@ -92,7 +92,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 
 def _read_file(path: str) -> int:
-    """The same of a checkpoint, which is read and not run; 2 where it is not read."""
+    """Print the report on a checkpoint. The exit code is 1 if training has lost something, 2 if the file cannot be read."""
     try:
         lines, has_lost = files.report(path)
     except files.NotRead as error:
@@ -103,7 +103,7 @@ def _read_file(path: str) -> int:
 
 
 class Observer(Watch, logging.Handler):
-    """What a script did while `watching`, for ``iterations`` steps. Warnings of ampkit count among its ``mistakes``."""
+    """A record of what a script did while `watching`, for ``iterations`` steps. ampkit's warnings are among its ``mistakes``."""
 
     sources = (forwards, steps, calls_of_torch)
 
@@ -121,9 +121,9 @@ class Observer(Watch, logging.Handler):
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
         self.not_cast: Counter[str] = Counter()
         self.mistakes: dict[str, None] = {}
-        self.does = "float32"  # what the script itself does about precision
+        self.does = "float32"  # the precision that the script itself uses, in words
         self._enough = False
-        self.unregistered: dict[nn.Module, str] = {}  # that run inside of a model which has no such part, and the lines
+        self.unregistered: dict[nn.Module, str] = {}  # submodules that no model has registered, and their lines
         self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
@@ -141,19 +141,19 @@ class Observer(Watch, logging.Handler):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules with parameters that the script called, without their wrappers and without parts of one another.
+        """The modules with parameters that the script called, without wrappers and without submodules of one another.
 
-        Those that were given to `initialize` come first, in its order.
+        Models that were passed to `initialize` come first, in its order.
         """
-        found = list(self._initialized)
+        models = list(self._initialized)
         for model in self.roots:
             while type(model).__name__ in _WRAPPERS:
                 model = next(iter(model.children()))
-            if next(model.parameters(), None) is not None and model not in found:
-                found.append(model)
-        return [one for one in found if not any(one is not other and one in other.modules() for other in found)]
+            if next(model.parameters(), None) is not None and model not in models:
+                models.append(model)
+        return [x for x in models if not any(x is not other and x in other.modules() for other in models)]
 
-    # The end
+    # The end of the script
 
     def _end_if_enough(self) -> None:
         if self._enough:
@@ -161,23 +161,23 @@ class Observer(Watch, logging.Handler):
 
     def step_begins(self, optimizer: Any) -> None:
         self._end_if_enough()
-        with _unseen():
+        with _unobserved():
             self.standstill.step_begins(optimizer, self.models)
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         self._is_scaled = False
-        # One that steps less often than another is not waited for.
+        # An optimizer that steps less often than another does not prolong the run.
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
-        with _unseen():
+        with _unobserved():
             is_taken = not (skipped or is_skipped(optimizer))
             self.standstill.step_ends(optimizer, is_taken)
             if optimizer not in self._looked_at:
                 self._look()
-                if is_taken:  # its moments are there
+                if is_taken:  # the moments exist now
                     self._looked_at.add(optimizer)
-        # Weights in float16 may be frozen, and their gradients scaled by hand.
+        # Float16 weights may be frozen, and their gradients scaled by hand.
         is_float16 = self.does.endswith("in float16") and "weights" not in self.does
         if is_float16 and not self.has_scaler:
             self.note(f"{self.does}, without a loss scale: small gradients underflow to 0; O1 and O2 scale the loss")
@@ -195,10 +195,10 @@ class Observer(Watch, logging.Handler):
             self.does = "float32"
             owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
             params = [param for params in owners for param in params]
-            has_float32 = any(one.dtype is torch.float32 for one in params)
-            others = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, *EXACT)
-            dtypes = [short(dtype) for dtype in others if any(one.dtype is dtype for one in params)]
-            trained = {short(one.dtype) for one in params if one.requires_grad}
+            has_float32 = any(param.dtype is torch.float32 for param in params)
+            reported = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, *EXACT)
+            dtypes = [short(dtype) for dtype in reported if any(param.dtype is dtype for param in params)]
+            trained = {short(param.dtype) for param in params if param.requires_grad}
             if lower := [dtype for dtype in dtypes if dtype in trained]:
                 self.does = f"weights in {lower[0]}"
             elif dtypes:
@@ -207,19 +207,19 @@ class Observer(Watch, logging.Handler):
                 self._tell_of_own_casts()
 
     def _tell_of_own_casts(self) -> None:
-        """Products in lower precision that neither a level nor torch.autocast has cast, nor weights explain."""
+        """Note matrix products in lower precision that are due to neither a level, nor torch.autocast, nor the dtype of weights."""
         if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
             self.does += f", with casts of its own: products in {lower[0]}"
 
     def _pass(self, count: int) -> None:
         self._enough = self._enough or count >= _PASSES * self.iterations
 
-    # What runs
+    # Operators, modules and functions
 
     def around(self, call: Call) -> Any:
         if call.op._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             self._is_scaled = False
-        elif self._is_scaled and call.function in _OF_GRADIENTS and self._reads_gradients(call):
+        elif self._is_scaled and call.function in _CLIPPING and self._reads_gradients(call):
             name = call.function.rpartition(".")[2]
             self.note(f"{name} before GradScaler.unscale_: gradients are multiplied by the loss scale there")
         out = call()
@@ -227,7 +227,7 @@ class Observer(Watch, logging.Handler):
         return out
 
     def _reads_gradients(self, call: Call) -> bool:
-        addresses = {address(one) for one in call.inputs()}
+        addresses = {address(x) for x in call.inputs()}
         params = (param for model in self.models for param in model.parameters() if param.grad is not None)
         return any(address(param.grad) in addresses for param in params)
 
@@ -237,7 +237,7 @@ class Observer(Watch, logging.Handler):
             is_new = module not in self.roots
             self.roots.setdefault(module)
             if is_new and not self.steps:
-                with _unseen():
+                with _unobserved():
                     self._look()
             self.forward_passes += next(module.parameters(), None) is not None
             if not self.backward_passes:
@@ -249,7 +249,7 @@ class Observer(Watch, logging.Handler):
         super().forward_begins(module, args)
 
     def backward_ends(self) -> None:
-        with _unseen():
+        with _unobserved():
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
@@ -263,10 +263,10 @@ class Observer(Watch, logging.Handler):
         rule = self._rules.get(function)
         if rule is None or rule.kind not in self.casts:
             return
-        tensors = [one for one in args if isinstance(one, Tensor)]
-        if tensors and not any(one.dim() for one in tensors):  # single numbers, as torch's GradScaler computes with
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if tensors and not any(x.dim() for x in tensors):  # 0-dim tensors, as torch's GradScaler uses them
             return
-        dtypes = {one.dtype for one in tensors}
+        dtypes = {x.dtype for x in tensors}
         if torch.float64 in dtypes or any(dtype.is_complex for dtype in dtypes):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
             return
@@ -297,7 +297,7 @@ class Observer(Watch, logging.Handler):
 
 
 class _Calls(TorchFunctionMode):
-    """Tells an `Observer` of functions of torch."""
+    """A mode that reports calls of torch functions to an `Observer`."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -309,12 +309,12 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """FLOPs of forward passes: in all, and by sizes off multiples of 8, of rows or of a module, with the modules' paths."""
+    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, with the paths of the modules."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.dtypes: set[torch.dtype] = set()
-        self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
+        self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is a number of rows
         self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
 
     def note(self, call: Call, out: Any) -> None:
@@ -323,7 +323,7 @@ class _Products:
             product = formula(call.args, tensors_in(out)[0])
             of = call.module or call.function.rpartition(".")[2]
             self.flops += product.flops
-            if any(one.requires_grad for one in call.inputs()):  # data may be made in any precision
+            if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
                 self.dtypes.add(tensors_in(out)[0].dtype)
             for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
                 if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
@@ -331,7 +331,7 @@ class _Products:
                     self.paths.setdefault(key, {}).setdefault(pattern(of), set()).add(of)
 
     def in_words(self) -> str:
-        """Most work first."""
+        """Return the sizes to pad, most FLOPs first."""
         if not self.flops:
             return "no matrix product that a level casts"
         lines = []
@@ -344,7 +344,7 @@ class _Products:
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def _unobserved() -> Iterator[None]:
     with unwatched(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -353,27 +353,27 @@ def _unseen() -> Iterator[None]:
 
 
 def report(script: str, seen: Observer) -> tuple[list[str], bool]:
-    """The lines to print, and whether they name a mistake."""
+    """Return the lines to print, and whether they name a mistake."""
     models, optimizers = seen.models, list(seen.steps)
     mistakes = [*seen.standstill.lost_in_lower_precision(models), *seen.mistakes]
     sizes = [sum(param.numel() for param in known(model.parameters())) for model in models]
     names = ", ".join(f"{type(model).__name__} ({size:,} parameters)" for model, size in zip(models, sizes))
-    steps = ", ".join(f"{count} steps of {type(one).__name__}" for one, count in seen.steps.items())
+    steps = ", ".join(f"{count} steps of {type(x).__name__}" for x, count in seen.steps.items())
     ran = f"{steps or 'no optimizer stepped'}; {names or 'no model'}"
     lines = ["", f"{script}: {ran}; the script uses {seen.does}.", ""]
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
-        beside = _bytes_beside(seen.as_it_is, models, optimizers)
-        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", beside))
-    is_exact = bool(models) and all(one.dtype is torch.float64 for model in models for one in known(model.parameters()))
+        all_bytes = _bytes_beside(seen.as_it_is, models, optimizers)
+        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", all_bytes))
+    is_exact = bool(models) and all(x.dtype is torch.float64 for model in models for x in known(model.parameters()))
     if not is_exact:
-        table += [_row(level, one, "dynamic" if level in ("O1", "O2") else "none") for level, one in levels.items()]
+        table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]
     if len(optimizers) == 1:
         table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
-    not_cast = [f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)]
+    not_cast = [f"{reason} ({n}x)" for reason, n in seen.not_cast.most_common(4)]
     standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
@@ -390,9 +390,9 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
 
 
 def _unregistered(seen: Observer) -> Iterator[str]:
-    held = {param for one in seen.steps for param in params_of(one)}
+    held = {param for optimizer in seen.steps for param in params_of(optimizer)}
     for module, site in seen.unregistered.items() if held else ():
-        # A teacher has no gradients, and a network that only measures is in eval().
+        # A teacher has no gradients; a network that is only evaluated is in eval().
         has_gradients = any(param.grad is not None for param in module.parameters())
         if module.training and has_gradients and held.isdisjoint(module.parameters()):
             kind = type(module).__name__
@@ -400,10 +400,10 @@ def _unregistered(seen: Observer) -> Iterator[str]:
 
 
 def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
-    weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
+    weights = {x.storage: f"{short(x.storage)}{' + 16-bit rest' * x.has_rest}" for x in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
-    totals = [all_bytes] if all_bytes is not None else [one.total_bytes for one in explained.optimizers]
+    totals = [all_bytes] if all_bytes is not None else [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
@@ -414,19 +414,19 @@ def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None 
 
 
 def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> float | None:
-    """Bytes per parameter where an optimizer steps over copies of the script's own."""
-    held = {param for one in optimizers for param in params_of(one)}
+    """Return the bytes per parameter if an optimizer steps over copies that the script made; else None."""
+    held = {param for x in optimizers for param in params_of(x)}
     trained = {param for model in models for param in model.parameters() if param.requires_grad}
-    beside = [param for param in trained - held if param.dtype in LOWER_PRECISION]
-    if not optimizers or not beside or held & trained:
+    lower_copies = [param for param in trained - held if param.dtype in LOWER_PRECISION]
+    if not optimizers or not lower_copies or held & trained:
         return None
-    own = sum(one.total_bytes * one.parameters for one in explained.optimizers)
-    return (own + sum(2 * param.nbytes for param in beside)) / sum(param.numel() for param in trained)
+    step_bytes = sum(x.total_bytes * x.parameters for x in explained.optimizers)
+    return (step_bytes + sum(2 * param.nbytes for param in lower_copies)) / sum(param.numel() for param in trained)
 
 
 def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
-    """Why bytes at O5 may be those of O1: matrices that are too small for a gradient in lower precision."""
-    trained = [param for one in optimizers for param in known(params_of(one)) if param.requires_grad]
+    """Yield the reason why O5 may take as many bytes as O1: matrices that are too small for a gradient in lower precision."""
+    trained = [param for optimizer in optimizers for param in known(params_of(optimizer)) if param.requires_grad]
     total = sum(param.numel() for param in trained)
     narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))
     if dispatch().library is None:
@@ -436,14 +436,14 @@ def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
 
 
 def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:
-    """The optimizer of its name in `ampkit.optimizers`, with moments in 8 bits, at O5 and without a session; if it has one."""
+    """Return rows for ampkit's fused optimizer with 8-bit moments, at O5 and without a session; none if it has no equivalent."""
     dtypes = {param.dtype for param in params_of(optimizer)}
     if "int8" not in optimizers_for(optimizer) or not dtypes <= {torch.float32, torch.bfloat16}:
         return []
-    own = fused(optimizer, state_dtype="int8")
+    optimizer_int8 = fused(optimizer, state_dtype="int8")
     words = f'{type(optimizer).__name__}(state_dtype="int8")'
     at_o5, alone = (
-        _row(name, explain(models, own, opt_level=level), "none")
+        _row(name, explain(models, optimizer_int8, opt_level=level), "none")
         for name, level in (("O5, int8", "O5"), ("no level", None))
     )
     weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
@@ -466,7 +466,7 @@ def _kept(rows: Sequence[ModuleRow]) -> str:
         if row.kept is not None:
             by_reason.setdefault(row.kept, []).append(row)
     parts = []
-    for reason, own in by_reason.items():
-        first = ", ".join(row.name or "the model" for row in own[:2]) + ", ..." * (len(own) > 2)
-        parts.append(f"{sum(row.modules for row in own)}x {reason} ({first})")
+    for reason, alike in by_reason.items():
+        first = ", ".join(row.name or "the model" for row in alike[:2]) + ", ..." * (len(alike) > 2)
+        parts.append(f"{sum(row.modules for row in alike)}x {reason} ({first})")
     return "; ".join(parts) or "nothing"

@@ -1,7 +1,7 @@
-"""What cures an iteration that is not finite: each candidate is tried, and kept where loss and gradients are finite.
+"""Cures of an iteration that is not finite: each candidate is tried, and kept if loss and gradients are finite.
 
-A function, a module or everything is tried in another precision by running its operators on cast inputs, forward and backward:
-what a row of ``policy=``, ``keep_fp32=`` and another level do, without a second `initialize`.
+A trial runs the operators of a function, a module or everything on cast inputs, forward and backward. That is the effect of a row
+of ``policy=``, of ``keep_fp32=`` or of another level, without a second `initialize`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .watching import Call, Watch, cast
 
 @dataclass(frozen=True)
 class Cure:
-    """A change under which loss and gradients were finite: ``setting`` as it is written, ``text`` in words."""
+    """A change that made loss and gradients finite: ``setting`` as code, ``text`` in words."""
 
     text: str
     setting: str = ""
@@ -34,13 +34,13 @@ class Cure:
         return f"{self.setting}: {self.text}" if self.setting else self.text
 
 
-# The gradient of the loss where everything is recomputed: gradients of tensors that are float16 all the same must not overflow.
+# The gradient of the loss if everything runs in another dtype: gradients of tensors that stay float16 must not overflow.
 _SMALL = 2.0**-24
 
 
 class Trial(Watch):
-    """Notes whether loss and gradients are ``finite``. Operators to which it ``applies`` run on inputs cast from lower precision
-    to ``dtype``, and their results are kept so.
+    """A `Watch` that notes whether loss and gradients are ``finite``. Operators for which ``applies`` is true run on inputs that
+    are cast from lower precision to ``dtype``, and their results keep that dtype.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Trial(Watch):
     def around(self, call: Call) -> Any:
         if call.op.is_view or call.op._schema.is_mutable or not self._applies(call):
             return call()
-        # Autograd insists on the dtype of a gradient where it leaves a node, and adds up gradients there.
+        # Autograd checks the dtype of a gradient between nodes, and accumulates gradients there.
         if call.backward and call.name in ("cast", "add"):
             return call()
         args, kwargs = cast((call.args, call.kwargs), self._dtype)
@@ -63,14 +63,14 @@ class Trial(Watch):
 
 
 class Trials:
-    """Runs of one iteration, each with something changed. ``first`` is the run that failed."""
+    """Repeated runs of an iteration, each with one change. ``first`` is the run that failed."""
 
     def __init__(self, iteration: Callable[[], Any], first: Repetition) -> None:
         self._iteration, self._first = iteration, first
         self.scale = first.scale or 1.0
 
     def is_finite(self, trial: Trial, factor: float = 1.0, seed: float = 1.0) -> bool:
-        """An iteration that fails otherwise proves nothing."""
+        """Whether loss and gradients are finite in this trial. A trial that raises an exception counts as not finite."""
         try:
             Repetition(trial, factor, seed).run(self._iteration)
         except Exception as error:
@@ -79,22 +79,22 @@ class Trials:
         return trial.finite
 
     def everywhere(self, dtype: torch.dtype) -> bool:
-        """Whether all is finite where lower precision is ``dtype``, without a loss scale."""
+        """Whether loss and gradients are finite if lower precision is replaced by ``dtype``, without a loss scale."""
         return self.is_finite(Trial(lambda call: True, dtype), 1 / self.scale, _SMALL)
 
     def lower_scale(self, trial: Callable[[], Trial] = Trial) -> float | None:
-        """The highest at which all is finite, by powers of two."""
+        """Search the highest loss scale with finite loss and gradients, by powers of two; None if there is none."""
         most = math.floor(math.log2(self.scale / self._first.floor))
         if most < 1 or not self.is_finite(trial(), 2.0**-most):
             return None
         fails, works = 0, most
         while works - fails > 1:
-            middle = fails + 1 if fails == 0 else (fails + works) // 2  # one step is the most likely answer
+            middle = fails + 1 if fails == 0 else (fails + works) // 2  # a single halving is the most likely answer
             fails, works = (fails, middle) if self.is_finite(trial(), 2.0**-middle) else (middle, works)
         return self.scale * 2.0**-works
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
-        """What to say of float32 for a part of the operators; None where it does not help."""
+        """Return the text of a cure by float32 for some of the operators; None if float32 does not help."""
         trial = functools.partial(Trial, applies)
         if self.is_finite(trial()):
             return "finite, tried"
@@ -104,12 +104,12 @@ class Trials:
 
 
 def has_session() -> bool:
-    """Whether one is there that casts: at O0 casts are the script's own."""
+    """Whether there is a session that casts calls; at O0 all casts are the script's own."""
     return any(session.plan.enabled and session.plan.casts_calls for session in live_sessions)
 
 
 def in_bfloat16() -> str:
-    """The change from float16 to bfloat16, as this script makes it."""
+    """Return the words for a change from float16 to bfloat16: another level with a session, else another dtype."""
     if has_session():
         return "bfloat16 (O4 or O5 without cast_model_type=)"
     return "torch.bfloat16 for torch.float16 (with ampkit: O4 or O5)"

@@ -1,4 +1,4 @@
-"""`diagnose`: the operator that made the first inf or NaN of an iteration, why, and what cures it."""
+"""`diagnose`: the operator that made the first inf or NaN of an iteration, the reason, and the cures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .words import short
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found in ``operations`` operators; ``bool(diagnosis)`` tells whether it found anything.
+    """The result of `diagnose` after ``operations`` operators; ``bool(diagnosis)`` says whether it found anything.
 
-    ``given`` names tensors that were not finite before the iteration. ``iteration`` counts those of a script, from 1. ``print`` it.
+    ``given`` names tensors that were not finite before the iteration. ``iteration`` is that of a script, from 1. ``print`` it.
     """
 
     operations: int
@@ -36,18 +36,18 @@ class Diagnosis:
         if not self:
             return f"nothing found in {self.operations} operations{at}" + (f"; {self.note}" if self.note else "")
         lines = [f"{GIVEN}: {name}" for name in self.given]
-        if (found := self.culprit) is not None:
-            of = " in backward" if found.backward else ""
-            dtype = short(found.dtype)
-            lines.append(f"{found.kind}{of}{at}")
-            if found.site is not None:
-                lines.append(f"  line      {found.site}  {found.source}".rstrip())
-            if found.op:
-                lines.append(f"  function  {found.function} ({found.op}), {dtype}")
-            if found.module:
-                lines.append(f"  module    {found.module}")
-            lines.append(f"  numbers   {found.evidence}")
-            when = ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", found.rows)))
+        if (culprit := self.culprit) is not None:
+            of = " in backward" if culprit.backward else ""
+            dtype = short(culprit.dtype)
+            lines.append(f"{culprit.kind}{of}{at}")
+            if culprit.site is not None:
+                lines.append(f"  line      {culprit.site}  {culprit.source}".rstrip())
+            if culprit.op:
+                lines.append(f"  function  {culprit.function} ({culprit.op}), {dtype}")
+            if culprit.module:
+                lines.append(f"  module    {culprit.module}")
+            lines.append(f"  numbers   {culprit.evidence}")
+            when = ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows)))
             lines += [f"  batch     {when}"] if when else []
             lines += [f"  cure      {cure}" for cure in self.cures]
             lines += [f"  {line}" for line in self.note.splitlines()]
@@ -106,15 +106,15 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
         return compare(iteration)
     finder = Finder()
     run = finder.run(iteration)
-    culprit, found = finder.culprit, []
+    culprit, cures = finder.culprit, []
     if culprit is not None and culprit.kind != GIVEN and not finder.given:
         trials = Trials(iteration, run)
-        if found := of_scale(trials, run):
+        if cures := of_scale(trials, run):
             culprit = replace(culprit, kind=SCALE)
         else:
             if run.scale is not None and run.scale > run.floor:
-                at_floor = Finder()  # what overflows first at a high scale may be harmless
+                at_floor = Finder()  # the first overflow at a high loss scale may be harmless
                 at_floor.run(iteration, run.floor / run.scale)
                 culprit = at_floor.culprit or culprit
-            found = of_precision(trials, culprit)
-    return Diagnosis(finder.operations, run.scale, culprit, tuple(found), tuple(finder.given))
+            cures = of_precision(trials, culprit)
+    return Diagnosis(finder.operations, run.scale, culprit, tuple(cures), tuple(finder.given))

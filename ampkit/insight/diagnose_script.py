@@ -1,7 +1,7 @@
 """``ampkit diagnose``: a script that runs under a `Finder`, until a loss, or gradients in a row, are not finite for good.
 
-Its iterations cannot be repeated, so that no cure is tried: `ampkit.diagnose` tries them, on what ``--save`` has written. Where the
-loss scale is still on its way down to what gradients need, the script goes on.
+The iterations of a script cannot be repeated, so no cure is tried. `ampkit.diagnose` tries cures on the file that ``--save`` has
+written. While the loss scale still falls to a value at which the gradients fit, the script continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SAVED = """saved     {path}: what the models were called with in this iteration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--after``, ``--save``, and what ``ampkit run`` takes."""
+    """Add ``--after``, ``--save``, and the options of ``ampkit run``."""
     parser.add_argument(
         "--after",
         type=int,
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Run the script, and print what was found. The exit code is 1 where it was stopped, else the script's own."""
+    """Run the script, and print the diagnosis. The exit code is 1 if the script was stopped, else its own."""
     watch = ScriptFinder(arguments.after, arguments.save)
     code, error = observe(arguments, watch)
     if isinstance(error, Exception):
@@ -75,7 +75,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 
 class ScriptFinder(Finder):
-    """Judges every backward pass of a script, and stops the script with a `Diagnosis`, ``found``."""
+    """A `Finder` that judges every backward pass of a script; it may stop the script, with a `Diagnosis` in ``found``."""
 
     found: Diagnosis | None = None
     sources = (forwards, steps, calls_of_torch)
@@ -84,19 +84,19 @@ class ScriptFinder(Finder):
         super().__init__()
         self.iteration = 1
         self._after, self._path, self._in_a_row, self._descents = after, path, 0, 0
-        self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, in this iteration
+        self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, with their arguments, in this iteration
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._scale: float | None = None  # of the loss, where there is one
-        self._floor = 0.0  # the lowest that it can reach
+        self._scale: float | None = None  # the loss scale, if there is one
+        self._floor = 0.0  # the lowest loss scale
         self._falls = self._is_loss_finite = self._is_saved = False
-        self._loss: torch.Tensor | None = None  # before it is multiplied
+        self._loss: torch.Tensor | None = None  # before it is multiplied by the loss scale
         self._trend = Trend()
-        self._of_gradients: dict[int, Culprit | None] = {}  # origins, during a step
-        self._bad = ""  # of the latest gradients that were not finite
+        self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
+        self._bad = ""  # words on the latest gradients that were not finite
         self._first: Any = None
-        self._before: Any = None  # what is saved, where a step may ruin it
+        self._before: Any = None  # the state to save, before a step that may ruin it
 
-    # What happens
+    # Events of the script
 
     def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
         is_origin = origin is not None and (origin.site, origin.op) == (call.site, str(call.op))
@@ -104,12 +104,12 @@ class ScriptFinder(Finder):
             self._trend.operator(call, sizes, (is_origin and origin.needed) or 0.0, self._scale or 1.0)
 
     def on_module(self, module: nn.Module) -> None:
-        """Nothing is looked up: weights that are not finite are found where a line uses them."""
+        """Skip the check of parameters and buffers: values that are not finite are found at the line that uses them."""
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and self._path is not None:
             self._calls.append((module, args, {}))
-            if module not in self._hooked:  # of the first call keywords are not known
+            if module not in self._hooked:  # keyword arguments of this first call are not known
                 self._hooked.add(module)
                 module.register_forward_pre_hook(self._note_keywords, with_kwargs=True)
         super().forward_begins(module, args)
@@ -131,18 +131,18 @@ class ScriptFinder(Finder):
         with unwatched():
             self._trend.step(params_of(optimizer))
             grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
-        self._of_gradients = {one: self._origins[one] for one in grads if one in self._origins}
+        self._gradient_origins = {x: self._origins[x] for x in grads if x in self._origins}
         self.forget()
-        self._origins.update(self._of_gradients)  # what clipping has made of them
+        self._origins.update(self._gradient_origins)  # clipping may have changed their values
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
             if skipped or is_skipped(optimizer):
-                self.culprit = None  # has ruined nothing
+                self.culprit = None  # a skipped step has ruined nothing
             elif self.culprit is not None and not all(map(is_finite, (*params_of(optimizer), *Watch.statistics(self)))):
                 self._stop(self.culprit)
-        for one in self._of_gradients:
-            self._origins.pop(one, None)
+        for x in self._gradient_origins:
+            self._origins.pop(x, None)
         self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
@@ -157,12 +157,12 @@ class ScriptFinder(Finder):
             if len(losses) == 1 and losses[0].numel() == 1 and not losses[0].is_complex():
                 self._trend.loss(look()[0], float(losses[0].detach()))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
-            # Gradients that were not finite may have ruined weights by hand: what made them is the cause.
+            # A step by hand may have ruined weights with gradients that were not finite: their culprit is the cause.
             self._stop(earlier or self.culprit)
 
     def backward_ends(self) -> None:
         with unwatched():
-            params = [param for one in list(self.modules) for param in one.parameters(recurse=False)]
+            params = [param for module in list(self.modules) for param in module.parameters(recurse=False)]
             gradients = [param.grad for param in params if param.grad is not None]
             self.on_gradients(gradients)
             if self._trend.gradients(max(map(largest, gradients), default=0.0) / (self._scale or 1.0), self.iteration):
@@ -182,17 +182,17 @@ class ScriptFinder(Finder):
                 self._bad = f"in iteration {self.iteration} they grew {grown}"
 
     def _fits_at(self, culprit: Culprit) -> float | None:
-        """The highest loss scale at which its result is finite."""
+        """Return the highest loss scale at which the culprit's result is finite; None if there is none."""
         if not self._falls or culprit.kind != OVERFLOW or not self._scale:
             return None
-        if not culprit.backward:  # the scaled loss itself
+        if not culprit.backward:  # the overflow is in the scaled loss itself
             return self._scale / 2 if self._is_loss_finite and self._scale > self._floor else None
         if culprit.needed is None or culprit.needed / self._scale > torch.finfo(culprit.dtype).max:
             return None
         fits = 2.0 ** math.floor(math.log2(torch.finfo(culprit.dtype).max * self._scale / culprit.needed))
         return fits if self._floor <= fits < self._scale else None
 
-    # What was found
+    # The diagnosis
 
     def at_the_end(self) -> Diagnosis:
         culprit = self.culprit if self._in_a_row > 0 else None
@@ -209,7 +209,7 @@ class ScriptFinder(Finder):
         return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
-        """What has led to a culprit, or goes wrong in finite numbers: gradients that spiked, or a run that diverges."""
+        """Return the cause behind a culprit, or of finite numbers that go wrong: gradients that spiked, or a run that diverges."""
         if culprit is not None and culprit.kind not in ENDS_OF_GROWTH:
             return culprit
         if self._trend.spike is not None or not (rise := self._trend.divergence()):
@@ -220,7 +220,7 @@ class ScriptFinder(Finder):
         hint, is_finite_too = HINTS.get(culprit.kind), culprit.kind in (SPIKE, DIVERGES)
         if hint and torch.float16 in (culprit.dtype, culprit.cast_from) and culprit.kind in (DIVISION, LOG):
             hint = _OF_OPTIMIZER if "addcdiv" in culprit.op else f"{hint}; {_SMALLEST}"
-        # Other precisions would cure nothing there.
+        # Another precision would not cure these.
         is_of_model = culprit.dtype not in LOWER_PRECISION and culprit.cast_from is None and bool(hint)
         if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
@@ -261,5 +261,5 @@ class ScriptFinder(Finder):
             return None
         models = dict.fromkeys(module for module, _, _ in self._calls)
         calls = [(args, kwargs) for _, args, kwargs in self._calls]
-        state = {"iteration": self.iteration, "models": [one.state_dict() for one in models], "calls": calls}
-        return tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), state)
+        state = {"iteration": self.iteration, "models": [x.state_dict() for x in models], "calls": calls}
+        return tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state)

@@ -1,7 +1,7 @@
-"""Why an operator made inf or NaN of finite numbers: the kind, and the numbers that prove it.
+"""The reason why an operator made inf or NaN of finite numbers: the kind, and the numbers that prove it.
 
-The operator is computed again in float64 from the same inputs. Where that is finite, only the format was too small; where not, the
-inputs are outside of the function's domain, and are looked up.
+The operator runs again in float64 on the same inputs. If that result is finite, the number format was too small. Otherwise the
+inputs are outside of the function's domain, and are examined.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SPIKE = "gradients that spike"
 DIVERGES = "the run diverges"
 ONE_ROW = "a deviation of one element"
 
-#: Inputs that are no larger overflow nothing: exp() of them fits into float32.
+#: Inputs up to this size cause no overflow: exp() of them fits into float32.
 _LEAST_TO_OVERFLOW = 80.0
-#: What to change in a model whose float32 fails too.
+#: Changes to a model that fails in float32 too.
 HINTS = {
     KERNEL: "compute the function in float32, or with another version of torch, and report it",
     OVERFLOW: "bring its input down: clamp it, or divide before the function; torch.softmax and logsumexp subtract the largest",
@@ -46,7 +46,7 @@ HINTS = {
     DIVERGES: "most likely in float32 too: lower the learning rate, or warm it up",
     ONE_ROW: "unbiased=False divides by 1 and not by 0; drop_last=True of the DataLoader leaves out a last batch of one row",
 }
-#: What a run that grows may end in.
+#: The kinds that a run with growing numbers may end in.
 ENDS_OF_GROWTH = (OVERFLOW, KERNEL, DIFFERENCE, PRODUCT, GIVEN)
 
 _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "pow": 0}
@@ -54,13 +54,13 @@ _PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul
 
 
 def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str, float | None]:
-    """The kind, the numbers, and the largest that was needed. ``inputs`` are as before the call; one of what it has ``made``, by
-    returning or writing it, holds inf or NaN.
+    """Return the kind, the numbers in words, and the largest number that the result needs (None if unknown). ``inputs`` are those
+    before the call. A tensor in ``made``, which the call returned or wrote, has inf or NaN.
     """
     values = [readable(value) for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
     finite = [value[value.isfinite()] for value in values]
-    size = max((one.abs().double().max().item() for one in finite if one.numel()), default=math.inf)
-    number, bad = next((i, one) for i, one in enumerate(made) if not is_finite(one))
+    size = max((x.abs().double().max().item() for x in finite if x.numel()), default=math.inf)
+    number, bad = next((i, x) for i, x in enumerate(made) if not is_finite(x))
     result, exact = readable(bad), dict(enumerate(map(readable, _in_float64(call, inputs)))).get(number)
     wrong = ~result.isfinite()
     if exact is not None and exact.shape == wrong.shape and exact[wrong].isfinite().all():
@@ -78,13 +78,13 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """What it stores here; of one byte, which has few operators, as float32."""
+    """Return the local values of a tensor; dtypes of one byte, which have few operators, as float32."""
     values = stored_in(local(tensor.detach()))
     return values.float() if values.is_floating_point() and values.element_size() < 2 else values
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value, NaN where there is one: finite where all are. 0 where the question makes no sense."""
+    """Return the largest absolute value, NaN if there is a NaN; 0 for lazy, meta, empty and integer tensors."""
     if is_lazy(tensor) or tensor.is_meta:
         return 0.0
     values = readable(tensor)
@@ -101,7 +101,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.Tensor) -> Any:
-    """The kinds whose mark is found in the inputs, most telling first."""
+    """Yield the kinds that the inputs give evidence of, the most specific first, each with its numbers in words."""
     if any(value.isinf().any() for value in values):
         kind = PRODUCT if call.name in _PRODUCTS else DIFFERENCE
         infinite = next(value for value in values if value.isinf().any())
@@ -125,7 +125,7 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
 
 
 def _in_float64(call: Call, inputs: Any) -> list[torch.Tensor]:
-    """What it would have made; empty for an operator that has no float64, which proves nothing."""
+    """Run the operator in float64 and return its results; an empty list if it does not support float64."""
     args, kwargs = cast(cast(inputs, torch.float64, FLOATING), torch.complex128, COMPLEX)
     with contextlib.suppress(Exception), torch.no_grad():
         out = call.op(*args, **kwargs)
@@ -134,18 +134,18 @@ def _in_float64(call: Call, inputs: Any) -> list[torch.Tensor]:
 
 
 def divisor_of(name: str, args: Any) -> torch.Tensor | None:
-    """What an operator divides by, or would have a power of in the divisor."""
+    """Return the divisor of an operator, or the base of a negative power; None if there is neither."""
     place = _DIVISORS.get(name.removeprefix("foreach_"))
     if place is None or place >= len(args):
         return None
     if name.endswith("pow") and not (isinstance(args[1], (int, float)) and args[1] < 0):
         return None
-    parts = args[place] if isinstance(args[place], (tuple, list)) else [args[place]]  # of tensors or of numbers
+    parts = args[place] if isinstance(args[place], (tuple, list)) else [args[place]]  # a list of tensors or of numbers
     return torch.cat([readable(torch.as_tensor(part)).flatten() for part in parts]) if len(parts) else None
 
 
 def subject(call: Call) -> str:
-    """The function in words, where a sentence says what it does."""
+    """The name of the function as the subject of a sentence."""
     name = call.function.rpartition(".")[2].strip("_")
     if call.name == "cast":
         return "the cast"

@@ -1,7 +1,7 @@
-"""`explain`: what each module is stored in, what stays float32 and why, and how each optimizer steps.
+"""`explain`: the storage dtype of each module, what stays float32 and why, and how each optimizer steps.
 
-`explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/,
-`why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it; what calls compute in, `recording` tells.
+`explain` reads a live session, or predicts what a level would do. It uses the core's own rules: `Kept` in models/,
+`why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it. `recording` reports the dtypes of calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..sharding import fsdp_modules
 from .watching import tensors_in
 from .words import collapsed, columns, pattern, short
 
-#: How many moments a parameter has, by the class of its optimizer and its group: until its first step there are none to measure.
+#: The number of moments per parameter, by optimizer class and parameter group: before the first step no state can be measured.
 _MOMENTS = {
     **dict.fromkeys(
         ("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "FusedLAMB"), lambda group: 2 + bool(group.get("amsgrad"))
@@ -46,11 +46,11 @@ _MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """Modules, or parameters of a module, that are treated alike.
+    """A row of an `Explanation`: modules, or parameters of a module, that are treated alike.
 
-    ``name`` has ranges where equal ones are collapsed (``layers.0-11.attention.q``), ``kind`` is the class, ``modules`` their
-    number and ``parameters`` the number of elements. ``storage`` is a dtype, and ``has_rest`` says that 16 bits beside each weight
-    complete its float32 value. ``kept`` is why the module is float32 where others are stored in lower precision; else None.
+    ``name`` has ranges if equal modules are collapsed (``layers.0-11.attention.q``), ``kind`` is the class, ``modules`` their
+    number and ``parameters`` the number of elements. ``storage`` is a dtype. ``has_rest`` says that 16 bits beside each weight
+    complete its float32 value. ``kept`` is the reason why the module stays float32 at a level that lowers others; else None.
     """
 
     name: str
@@ -64,11 +64,11 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """How one optimizer steps.
+    """A row of an `Explanation`: an optimizer, and how it steps.
 
-    ``masters`` says where float32 values of weights are, ``step`` is ``"one pass"``, ``"over float32 copies"`` or ``"its own"``,
-    and ``reason`` says why. ``bytes_per_parameter`` has what weights, rests, gradients and state take, in bytes for each element;
-    state that there is not yet and that is not known beforehand is NaN.
+    ``masters`` says where float32 values of weights are. ``step`` is ``"one pass"``, ``"over float32 copies"`` or ``"its own"``,
+    and ``reason`` says why. ``bytes_per_parameter`` has the bytes per element of weights, rests, gradients and state. State that
+    does not exist yet and cannot be predicted is NaN.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class OptimizerRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns: ``modules`` and ``optimizers`` as rows, and all of it as a table by ``str``."""
+    """The result of `explain`: ``modules`` and ``optimizers`` as rows, and both as tables by ``str``."""
 
     title: str
     modules: tuple[ModuleRow, ...]
@@ -94,9 +94,9 @@ class Explanation:
     def __str__(self) -> str:
         shown = self.modules[:_MOST_ROWS]
         rows = [("module", "number", "parameters", "stored in", "why float32")]
-        for one in shown:
-            named = one.name or "(the model)", f"{one.modules} {one.kind}", f"{one.parameters:,}"
-            rows.append((*named, short(one.storage) + " + rest" * one.has_rest, one.kept or ""))
+        for row in shown:
+            named = row.name or "(the model)", f"{row.modules} {row.kind}", f"{row.parameters:,}"
+            rows.append((*named, short(row.storage) + " + rest" * row.has_rest, row.kept or ""))
         lines = [self.title, *(["", *columns(rows, right=(2,))] if shown else ())]
         if len(shown) < len(self.modules):
             lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
@@ -112,7 +112,7 @@ class Explanation:
 
 
 def explain(models: Any, optimizers: Any = None, opt_level: str | None = None, **settings: Any) -> Explanation:
-    """What a session has made of models and optimizers; or, with ``opt_level``, what `initialize` would make of them.
+    """Explain what a session has made of models and optimizers; or, with ``opt_level``, what `initialize` would make of them.
 
     ``models`` is an initialized model (or a list of them), or a `Session`. With ``opt_level`` and settings of `initialize`,
     ``models`` and ``optimizers`` are those that `initialize` would be given; nothing is touched. Without ``opt_level``, a model
@@ -128,17 +128,17 @@ def explain(models: Any, optimizers: Any = None, opt_level: str | None = None, *
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"explain() was given a {type(model).__name__}; it expects a model, or a session.")
-    given = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    opts = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if opt_level is not None:
         plan = resolve(opt_level, device_type_of(models), settings)
-        return _explanation(f"{opt_level}, before initialize: {plan.in_words()}", plan, models, given, is_live=False)
+        return _explanation(f"{opt_level}, before initialize: {plan.in_words()}", plan, models, opts, is_live=False)
     if settings:
         raise ConfigurationError(f"explain({', '.join(settings)}=) needs opt_level=, for which the settings are.")
     parts = {module for model in models for module in model.modules()}
     for session in reversed(live_sessions):
         if session.plan.enabled and any(module in parts for model in session.models for module in model.modules()):
             return explain(session)
-    return _explanation("No session: as the model is.", Plan(enabled=False), models, given, is_live=True)
+    return _explanation("No session: as the model is.", Plan(enabled=False), models, opts, is_live=True)
 
 
 def _title(session: Session) -> str:
@@ -161,16 +161,16 @@ def _explanation(
 
 
 def known(params: Iterable[Tensor | None]) -> list[Tensor]:
-    """Parameters that have a shape: those of a lazy module that was not called have none."""
+    """Return the parameters that have a shape; those of a lazy module have none before its first call."""
     return [param for param in params if param is not None and not is_lazy(param)]
 
 
 class Treatment:
-    """What a plan does to each parameter: as it is now where the session ``is_live``, else as it would be."""
+    """The storage of each parameter under a plan: as it is now if the session ``is_live``, else as it would be."""
 
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live
-        held = {param for one in optimizers for param in params_of(one)}
+        held = {param for optimizer in optimizers for param in params_of(optimizer)}
         self._held = held if optimizers and plan.casts_calls and not plan.lowers_all else None
         self._trained: set[Tensor] | None = None
         self._kept = {}
@@ -189,7 +189,7 @@ class Treatment:
         }
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
-        """Why a parameter is not stored in lower precision, at a level that stores weights in it."""
+        """The reason why a parameter is not stored in lower precision; None if the plan stores it so, or gives no reason."""
         if not self.plan.enabled or not self.plan.casts_weights:
             return "keep_fp32= names it" if module in self.in_float32 else None
         if param.dtype not in CASTABLE:
@@ -204,7 +204,7 @@ class Treatment:
             return param.dtype
         if self.plan.casts_weights and self.why_kept(module, param) is None:
             return self.plan.cast_model_type or torch.float32
-        return torch.float32  # parameters that come in lower precision are made float32
+        return torch.float32  # parameters in lower precision are converted to float32
 
     def stored(self, param: Tensor) -> torch.dtype:
         return self._stored.get(param, param.dtype)
@@ -215,18 +215,18 @@ class Treatment:
 
 
 def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Iterator[ModuleRow]:
-    """A row for each module with parameters of its own, or one for each kind of treatment of them."""
+    """Yield a row for each module with parameters, or several if its parameters are treated differently."""
     for prefix, module in model.named_modules():
-        own = [(name, param) for name, param in module._parameters.items() if known([param])]
+        named = [(name, param) for name, param in module._parameters.items() if known([param])]
         treated: dict[tuple[torch.dtype, str | None, bool], list[tuple[str, Tensor]]] = {}
-        for name, param in own:
+        for name, param in named:
             dtype = treatment.stored(param)
             why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
             treated.setdefault((dtype, why, treatment.has_rest(param)), []).append((name, param))
         for (dtype, why, has_rest), params in treated.items():
             name = prefix
             if len(treated) > 1:
-                name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
+                name = f"{prefix}.{', '.join(param_name for param_name, _ in params)}".lstrip(".")
             yield ModuleRow(
                 name=of_model + printable(name),
                 kind=type(module).__name__,
@@ -244,7 +244,7 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     mastered = {param for param in lowered if treatment.has_rest(param)}
     step, reason = "its own", "weights are float32"
     has_rests = bool(lowered) and not mastered and getattr(optimizer, "rests", False)
-    if has_rests:  # ours, without a session
+    if has_rests:  # ampkit's fused optimizer, without a session
         step, reason = "one pass", ""
     elif lowered and not mastered:
         reason = "weights are in lower precision, without float32 values"
@@ -273,7 +273,7 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
 
 def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatment: Treatment) -> dict[str, float]:
     total = max(1, sum(param.numel() for param in params))
-    # float16 cannot hold every unscaled gradient.
+    # Whether gradients stay in the dtype of the weight: float16 cannot hold every unscaled gradient.
     in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
     sums: Any = Counter(weights=0, rests=0, gradients=0, state=0)
     for param in params:
@@ -286,7 +286,7 @@ def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatm
         if treatment.is_live and (gradient := stored_gradient(param)) is not None:
             gradient_dtype = gradient.dtype
         sums["gradients"] += param.numel() * gradient_dtype.itemsize * param.requires_grad
-        # Beside weights without float32 values, state is in their precision too.
+        # State has the dtype of the weights if these have no float32 values.
         keeps_float32 = is_mastered or getattr(optimizer, "keeps_float32_state", False)
         narrows = dtype in LOWER_PRECISION and not keeps_float32
         sums["state"] += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
@@ -294,38 +294,38 @@ def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatm
 
 
 def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: bool) -> float:
-    """Measured where it is; else what it would be, by moments in ``dtype``, or as the optimizer stores them."""
+    """Measure the state, or predict it before the first step: moments in ``dtype``, or as the optimizer stores them."""
     storage = getattr(optimizer, "storage", None)
     is_narrow = storage is not None and storage.is_narrow and param.dtype in CASTABLE
     state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
     if state:
-        values = [value for name, value in state.items() if name != "rest"]  # counted beside the weight
-        large = [one for one in tensors_in(values) if one.numel() > 1 or param.numel() == 1]
-        dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
-        return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))
+        values = [value for name, value in state.items() if name != "rest"]  # counted under rests
+        large = [x for x in tensors_in(values) if x.numel() > 1 or param.numel() == 1]
+        dtypes = [x.dtype if is_live or is_narrow or x.dtype not in CASTABLE else dtype for x in large]
+        return sum(x.numel() * state_dtype.itemsize for x, state_dtype in zip(large, dtypes))
     if not param.requires_grad:
         return 0.0
-    group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})
+    group = next((group for group in optimizer.param_groups if any(x is param for x in group["params"])), {})
     kind = type(optimizer).__name__
     if kind not in _MOMENTS or not is_known(optimizer):
         return float("nan")
-    of_one = param.numel() * (storage.state_dtype if is_narrow else dtype).itemsize
+    moment_bytes = param.numel() * (storage.state_dtype if is_narrow else dtype).itemsize
     if is_narrow and storage.state_dtype is torch.uint8:
-        of_one = packed_size(param.numel())
-    return float(of_one * _MOMENTS[kind](group))
+        moment_bytes = packed_size(param.numel())
+    return float(moment_bytes * _MOMENTS[kind](group))
 
 
-# Equal rows as one
+# Collapsed rows
 
 
 def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
-    """Rows that differ in the numbers of their names only become one, named by ranges: ``layers.0-11.attention.q``."""
-    alike: dict[Any, list[ModuleRow]] = {}
+    """Merge rows whose names differ only in numbers, and name the result by ranges: ``layers.0-11.attention.q``."""
+    groups: dict[Any, list[ModuleRow]] = {}
     for row in rows:
-        alike.setdefault(replace(row, name=pattern(row.name), parameters=0, modules=0), []).append(row)
-    for key, own in alike.items():
-        parameters = sum(row.parameters for row in own)
-        yield replace(key, name=collapsed({row.name for row in own}), modules=len(own), parameters=parameters)
+        groups.setdefault(replace(row, name=pattern(row.name), parameters=0, modules=0), []).append(row)
+    for key, alike in groups.items():
+        parameters = sum(row.parameters for row in alike)
+        yield replace(key, name=collapsed({row.name for row in alike}), modules=len(alike), parameters=parameters)
 
 
 def _in_bytes(row: OptimizerRow) -> str:

@@ -1,4 +1,4 @@
-"""`culprit_of`: what an exception of a script comes from, where precision is the cause: two dtypes in a call, and the like."""
+"""`culprit_of`: the cause of an exception of a script, if it is precision: two dtypes in a call, and the like."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sites import look_at
 from .watching import Call
 from .words import short
 
-#: By what the message says: the kind, and the cure.
+#: A part of the message, the kind, and the cure.
 _BY_MESSAGE = (
     (
         "No inf checks were recorded",
@@ -36,12 +36,12 @@ _BY_MESSAGE = (
 
 
 def in_words(error: BaseException) -> str:
-    """The kind and the cure of an exception whose message tells both; else empty."""
+    """Return the kind and the cure of an exception with a known message; else an empty string."""
     return next((f"{kind}: {cure}" for words, kind, cure in _BY_MESSAGE if words in str(error)), "")
 
 
 def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ...]] | None:
-    """The culprit and its cure; None where the exception is about something else."""
+    """Return the culprit and its cure; None if the exception has another cause."""
     message, (call, failed) = str(error), watch.failed or (None, None)
     dtypes = None if call is None else _two_dtypes(call, watch)
     for words, kind, cure in _BY_MESSAGE:
@@ -49,15 +49,15 @@ def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ..
             first = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
             text = dtypes[1] if dtypes else first
             return Culprit(kind, text, torch.float32, site=look_at(error.__traceback__)), (Cure(cure),)
-    if call is None or failed is not error or (found := dtypes or _too_large(call, message)) is None:
+    if call is None or failed is not error or (cause := dtypes or _too_large(call, message)) is None:
         return None
-    kind, text, cure, dtype = found
+    kind, text, cure, dtype = cause
     return Culprit(kind, text, **call.where(), dtype=dtype), (Cure(cure),)
 
 
 def _two_dtypes(call: Call, watch: Finder) -> Any:
-    given = [one for one in call.inputs() if one.is_floating_point()]
-    odd = next((one for one in given if one.dtype is not given[0].dtype and one.dim()), None)
+    inputs = [x for x in call.inputs() if x.is_floating_point()]
+    odd = next((x for x in inputs if x.dtype is not inputs[0].dtype and x.dim()), None)
     if odd is None:
         return None
     names = {
@@ -65,14 +65,14 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
         for module in list(watch.modules)
         for name, param in module.named_parameters(recurse=False)
     }
-    words = [f"{short(one.dtype)} {tuple(one.shape)}{_named(names, one)}" for one in given]
+    words = [f"{short(x.dtype)} {tuple(x.shape)}{_named(names, x)}" for x in inputs]
     text = f"its arguments are {', '.join(words)}"
-    if any(one.element_size() < 2 for one in given):
+    if any(x.element_size() < 2 for x in inputs):
         cure = "no operator takes them beside others: w.to(x.dtype) before the call"
         return "weights of one byte", text, cure, odd.dtype
-    frozen = [one for one in given if one in names and not one.requires_grad]
+    frozen = [x for x in inputs if x in names and not x.requires_grad]
     if frozen:
-        lower = next((one for one in frozen if one.dtype in LOWER_PRECISION), frozen[0])
+        lower = next((x for x in frozen if x.dtype in LOWER_PRECISION), frozen[0])
         cure = "call it with x.to(its dtype), under torch.autocast, or give it to initialize() beside the model"
         return "a frozen model in another precision", text, cure, lower.dtype
     return "two dtypes in one call", text, "convert one beside the call, x.to(y.dtype)", odd.dtype
@@ -86,8 +86,8 @@ def _named(names: Any, tensor: torch.Tensor) -> str:
 def _too_large(call: Call, message: str) -> Any:
     if "without overflow" not in message:
         return None
-    dtype = next((one.dtype for one in call.inputs() if one.dtype in LOWER_PRECISION), torch.float32)
-    numbers = [float(one) for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, (int, float))]
+    dtype = next((x.dtype for x in call.inputs() if x.dtype in LOWER_PRECISION), torch.float32)
+    numbers = [float(x) for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, (int, float))]
     largest = max(numbers, key=abs, default=float("nan"))
     text = f"{largest:g} in a call in {short(dtype)}, which ends at {torch.finfo(dtype).max:.6g}"
     return "a value that does not fit", text, "write torch.finfo(x.dtype).min, or .max, in its place", dtype

@@ -1,6 +1,6 @@
-"""``ampkit check FILE``: what precision a checkpoint was trained in, and what that has cost; nothing is run or unpickled.
+"""``ampkit check FILE``: the precision in which a checkpoint was trained, and what that cost; nothing is run or unpickled.
 
-It reads ``.safetensors``, what ``torch.save`` wrote (``weights_only``), and folders of shards.
+It reads ``.safetensors``, files of ``torch.save`` (``weights_only``), and folders of shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAFETENSORS = {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
 }
-#: Whose file it is, by a key in it.
+#: The tool that wrote a file, by a key in it.
 _TOOLS = (
     (r"loss_scaler\d+\.(loss_scale|unskipped)", "ampkit, or Apex (amp.state_dict())"),
     (r"fp32_from_fp16|fp32_groups_flat", "FP16_Optimizer of Apex, which has float32 masters"),
@@ -43,26 +43,26 @@ _OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weig
 
 
 class NotRead(Exception):
-    """Why a file is not read."""
+    """An error that says why a file cannot be read."""
 
 
 def report(path: str) -> tuple[list[str], bool]:
-    """The lines to print, and whether they name what training has lost. Raises `NotRead`."""
+    """Return the lines to print, and whether training has lost something. Raises `NotRead`."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for name, value in _leaves("", _read(Path(path))):
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
-    moments = {name: one for name, one in tensors.items() if _MOMENT.search(name)}
-    masters = {name: one for name, one in tensors.items() if _MASTERS.search(name) and one.dtype in _OF_MASTERS}
-    weights = {name: one for name, one in tensors.items() if name not in moments and name not in masters and one.dim()}
-    weights = {name: one for name, one in weights.items() if one.is_floating_point()}
+    moments = {name: x for name, x in tensors.items() if _MOMENT.search(name)}
+    masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
+    weights = {name: x for name, x in tensors.items() if name not in moments and name not in masters and x.dim()}
+    weights = {name: x for name, x in weights.items() if x.is_floating_point()}
     lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]
     keys = [*tensors, *numbers]
     tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
     scales = [
         f"{float(value):g} ({name})" for name, value in numbers.items() if _SCALES.search(name) and _is_number(value)
     ]
-    scales += [f"{one.item():g} ({name})" for name, one in tensors.items() if _SCALES.search(name) and one.numel() == 1]
+    scales += [f"{x.item():g} ({name})" for name, x in tensors.items() if _SCALES.search(name) and x.numel() == 1]
     rows = [
         ("weights", _dtypes(weights)),
         ("moments", _dtypes(moments)),
@@ -74,14 +74,14 @@ def report(path: str) -> tuple[list[str], bool]:
     return [f"{path}: {len(tensors)} tensors", "", *columns(rows)], bool(lost)
 
 
-# What is lost
+# Losses of training
 
 
 def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    norms = {name: one for name, one in weights.items() if _NORM.search(name) and one.dim() == 1}
-    norms = {name: one for name, one in norms.items() if one.dtype in LOWER_PRECISION}
-    still = {name: int((one == 1.0).sum()) for name, one in norms.items()}
-    total, elements = sum(still.values()), sum(one.numel() for one in norms.values())
+    norms = {name: x for name, x in weights.items() if _NORM.search(name) and x.dim() == 1}
+    norms = {name: x for name, x in norms.items() if x.dtype in LOWER_PRECISION}
+    still = {name: int((x == 1.0).sum()) for name, x in norms.items()}
+    total, elements = sum(still.values()), sum(x.numel() for x in norms.values())
     if total > elements / 10:
         worst = max(still, key=lambda name: still[name] / norms[name].numel())
         dtype = norms[worst].dtype
@@ -93,20 +93,20 @@ def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
-    lower = {name: one for name, one in moments.items() if one.dtype in LOWER_PRECISION}
-    squares = {name: one for name, one in lower.items() if name.endswith("exp_avg_sq")}
+    lower = {name: x for name, x in moments.items() if x.dtype in LOWER_PRECISION}
+    squares = {name: x for name, x in lower.items() if name.endswith("exp_avg_sq")}
     zeros = total = 0
-    for name, one in squares.items():
+    for name, x in squares.items():
         first = moments.get(name.removesuffix("_sq"))
-        if first is not None and one.dtype is torch.float16:
+        if first is not None and x.dtype is torch.float16:
             is_updated = first != 0
-            zeros, total = zeros + int((is_updated & (one == 0)).sum()), total + int(is_updated.sum())
+            zeros, total = zeros + int((is_updated & (x == 0)).sum()), total + int(is_updated.sum())
     if zeros:
         yield (
             f"second moments in float16 are 0 in {percent(zeros / total)} of the elements that have a first moment: updates there, "
             "which are divided by their root, are far too large; keep moments in float32"
         )
-    if any(one.dtype is torch.bfloat16 for one in squares.values()):
+    if any(x.dtype is torch.bfloat16 for x in squares.values()):
         yield (
             "second moments in bfloat16: to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; "
             'float32, or FusedAdam(state_dtype="bfloat16"), which rounds by random numbers'
@@ -114,7 +114,7 @@ def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _without_masters(weights: Mapping[str, Tensor], moments: Any, masters: Any) -> Iterator[str]:
-    lower = [one for one in weights.values() if one.dtype in LOWER_PRECISION]
+    lower = [x for x in weights.values() if x.dtype in LOWER_PRECISION]
     if lower and moments and not masters:
         yield (
             f"weights in {short(lower[0].dtype)} beside moments, and no float32 values of them: what rounding took away is gone; "
@@ -124,8 +124,8 @@ def _without_masters(weights: Mapping[str, Tensor], moments: Any, masters: Any) 
 
 def _dtypes(tensors: Mapping[str, Tensor]) -> str:
     sizes = Counter[torch.dtype]()
-    for one in tensors.values():
-        sizes[one.dtype] += one.numel()
+    for x in tensors.values():
+        sizes[x.dtype] += x.numel()
     shares = [f"{short(dtype)} {percent(size / max(1, sizes.total()))}" for dtype, size in sizes.most_common()]
     return f"{sizes.total():,} elements: {', '.join(shares)}" if sizes else "none"
 
@@ -154,25 +154,25 @@ def _read(path: Path) -> Any:
                 f"{path} is of torch.distributed.checkpoint, whose .metadata would have to be unpickled: that can run code of the "
                 f"file's own. If you trust it, '{convert} {path} FILE.pt' makes a file that is read."
             )
-        parts = sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
+        parts = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
         if not parts:
             raise NotRead(f"{path}: no .safetensors, .pt, .pth, .bin or .ckpt is in this folder.")
-        found: dict[str, Any] = {}
-        for one in parts:
-            found.update(_read(one) if one.suffix == ".safetensors" else {one.stem: _read(one)})
-        return found
+        checkpoint: dict[str, Any] = {}
+        for p in parts:
+            checkpoint.update(_read(p) if p.suffix == ".safetensors" else {p.stem: _read(p)})
+        return checkpoint
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # of any kind, where it is no checkpoint
+    except Exception as error:  # of any type, if it is no checkpoint
         names = re.findall(r"GLOBAL (\S+)", str(error))
         held = f"holds objects ({names[0]})" if names else "is no checkpoint of torch's, or holds objects"
         raise NotRead(f"{path} {held}. It is not unpickled, since that can run code of the file's own.") from None
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """A length in 8 bytes, so much JSON, and the tensors."""
+    """Read the tensors of a safetensors file: 8 bytes of length, a JSON header of that length, and the data."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size - 8:
@@ -180,7 +180,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         header = json.loads(file.read(length))
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
-    found = {}
+    tensors = {}
     for name, about in header.items():
         begin, end = about["data_offsets"]
         if 8 + length + end > len(data):
@@ -190,5 +190,5 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             if end > begin:
                 number = (end - begin) // dtype.itemsize
                 part = torch.frombuffer(data, dtype=dtype, count=number, offset=8 + length + begin)
-            found[name] = part.reshape(about["shape"])
-    return found
+            tensors[name] = part.reshape(about["shape"])
+    return tensors

@@ -1,8 +1,8 @@
 """`Finder`: follows each inf and NaN from the operator that made it to the loss and the gradients.
 
-A tensor that is not finite has an origin, kept by its storage: the operator that made it of finite numbers, or a tensor that
-came from outside. What an operator makes of it has the same origin. A -inf that a script writes is a mask
-and has none: what makes NaN of a mask is an origin of its own. The origin of the loss, or of the gradients, is the culprit.
+A tensor that is not finite has an origin, stored by its memory: the operator that made it of finite numbers, or an input from
+outside. Results that are computed from it have the same origin. A -inf that a script writes is a mask, without an origin; an
+operator that makes NaN of a mask is a new origin. The origin of the loss, or of the gradients, is the culprit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
 from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
-# What these write is not computed from what was there before.
+# Operators that overwrite a tensor without reading it.
 _FILLS = {"copy", "fill", "zero", "uniform", "normal", "random", "bernoulli", "exponential", "cauchy", "geometric"}
 
 
@@ -31,8 +31,8 @@ _FILLS = {"copy", "fill", "zero", "uniform", "normal", "random", "bernoulli", "e
 class Culprit(Place):
     """The operator that made the first inf or NaN which reached the loss, a gradient or a running statistic.
 
-    ``dtype`` is that of its result, ``cast_from`` a lower precision that an input had before. ``evidence`` has the numbers,
-    ``needed`` the largest that the result would have, and ``rows`` says which of the batch are not finite.
+    ``dtype`` is that of its result, ``cast_from`` the lower precision that an input was cast from. ``evidence`` has the numbers,
+    ``needed`` the largest number that the result needs. ``rows`` says which rows of the batch are not finite.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Culprit(Place):
 
 
 class Finder(Watch):
-    """Watches one run of an iteration. Then ``culprit`` is known, None where loss and gradients are finite."""
+    """A `Watch` of one run of an iteration that finds the ``culprit``; None if loss and gradients are finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class Finder(Watch):
         self.culprit: Culprit | None = None
         self.given: list[str] = []
         self._origins: dict[int, Culprit | None] = {}
-        self._widened: dict[int, torch.dtype] = {}  # results of casts, and what was cast
-        self._mask: Culprit | None = None  # the first, for a loss that is -inf by nothing else
+        self._widened: dict[int, torch.dtype] = {}  # results of casts to a wider dtype, and the dtype before
+        self._mask: Culprit | None = None  # the first mask, for a loss that is -inf for no other reason
         self._numbers = itertools.count()
-        self._batch = 0  # rows of what a model was called with last
+        self._batch = 0  # batch size of the latest call of a model
         self.failed: tuple[Call, Exception] | None = None
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
@@ -67,7 +67,7 @@ class Finder(Watch):
         run.run(iteration)
         return run
 
-    # Before
+    # Before the iteration
 
     def on_module(self, module: nn.Module) -> None:
         self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
@@ -77,20 +77,20 @@ class Finder(Watch):
     def _note_given(self, tensors: Any) -> None:
         for name, tensor in tensors:
             if not is_finite(tensor):
-                self.given.append(f"{name} has {_what(tensor)}")
+                self.given.append(f"{name} has {_count_non_finite(tensor)}")
 
     # Each operator
 
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside:
-            self._batch = next((one.size(0) for one in tensors_in(args) if one.dim()), self._batch)
+            self._batch = next((x.size(0) for x in tensors_in(args) if x.dim()), self._batch)
         super().forward_begins(module, args)
 
     def around(self, call: Call) -> Any:
         self.operations += 1
         written = list(arguments_written(call.op, call.args, call.kwargs))
         is_overwritten = call.name in _FILLS or any(name == "out" for name, _ in written)
-        before = {} if is_overwritten else {id(one): one.clone() for _, one in written if one.is_floating_point()}
+        copies = {} if is_overwritten else {id(x): x.clone() for _, x in written if x.is_floating_point()}
         try:
             out = call()
         except Exception as error:
@@ -98,58 +98,58 @@ class Finder(Watch):
             raise
         if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
             made = [*tensors_in(out), *call.written()]
-            for one in made if self._widened else ():  # its memory may be that of an earlier cast
-                self._widened.pop(address(one), None)
+            for x in made if self._widened else ():  # an earlier cast may have had the same memory
+                self._widened.pop(address(x), None)
             if call.name == "cast" and made[0].element_size() > (read := call.inputs()[0]).element_size():
                 self._widened[address(made[0])] = read.dtype
             sizes, origin = {tensor: largest(tensor) for tensor in made}, None
             if bad := [tensor for tensor, size in sizes.items() if not math.isfinite(size)]:
-                origin = self._origin(call, before, made, bad)
+                origin = self._origin(call, copies, made, bad)
                 self._origins.update((address(tensor), origin) for tensor in bad)
             self.on_results(call, sizes, origin)
         return out
 
     def on_results(self, call: Call, sizes: dict[torch.Tensor, float], origin: Culprit | None) -> None:
-        """An operator has made tensors with these largest values, and those that are not finite come from the origin."""
+        """Look at the results of an operator: their largest values, and the origin of those that are not finite."""
 
-    def _origin(self, call: Call, before: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
-        skipped = {id(tensor) for tensor in call.written()} - before.keys()
+    def _origin(self, call: Call, copies: dict[int, torch.Tensor], made: Any, bad: Any) -> Culprit | None:
+        skipped = {id(tensor) for tensor in call.written()} - copies.keys()
         read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
-        bad_inputs = [(tensor, was) for tensor in read if not is_finite(was := before.get(id(tensor), tensor))]
-        origins = [self._origin_of(call, tensor, was) for tensor, was in bad_inputs]
+        bad_inputs = [(tensor, value) for tensor in read if not is_finite(value := copies.get(id(tensor), tensor))]
+        origins = [self._origin_of(call, tensor, value) for tensor, value in bad_inputs]
         if (known := next((origin for origin in origins if origin is not None), None)) is not None:
             return known
-        given = call.args, call.kwargs
-        constants = [one for one in tree_leaves(given) if isinstance(one, float) and not math.isfinite(one)]
-        has_nan = any(bool(readable(one).isnan().any()) for one in bad)
+        arguments = call.args, call.kwargs
+        constants = [x for x in tree_leaves(arguments) if isinstance(x, float) and not math.isfinite(x)]
+        has_nan = any(bool(readable(x).isnan().any()) for x in bad)
         is_nan_new = has_nan and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
             self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
-        inputs = tree_map(lambda one: before.get(id(one), one) if isinstance(one, torch.Tensor) else one, given)
+        inputs = tree_map(lambda x: copies.get(id(x), x) if isinstance(x, torch.Tensor) else x, arguments)
         return self._new(call, *explain(call, inputs, made), bad[0])
 
-    def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
-        """Of an input that is not finite. One that no operator has made came from outside."""
+    def _origin_of(self, call: Call, tensor: torch.Tensor, value: torch.Tensor) -> Culprit | None:
+        """Return the origin of an input that is not finite. If no operator made it, the input is the origin; a mask has none."""
         key = address(tensor)
         if key not in self._origins:
-            text = f"a tensor of shape {tuple(was.shape)}, {was.dtype}, that this line uses, has {_what(was)}"
-            self._origins[key] = None if _is_mask(was) else self._new(call, GIVEN, text, None, was)
+            text = f"a tensor of shape {tuple(value.shape)}, {value.dtype}, that this line uses, has {_count_non_finite(value)}"
+            self._origins[key] = None if _is_mask(value) else self._new(call, GIVEN, text, None, value)
         return self._origins[key]
 
     def _new(self, call: Call, kind: str, evidence: str, needed: float | None, bad: torch.Tensor) -> Culprit:
         written = arguments_written(call.op, call.args, call.kwargs)
-        is_of_no_row = call.backward or any(one is bad for name, one in written if name in STATISTICS)
+        is_of_no_row = call.backward or any(x is bad for name, x in written if name in STATISTICS)
         rows = "" if is_of_no_row else _rows(bad, self._batch)
         order = next(self._numbers)
-        was = next((found for one in call.inputs() if (found := self._widened.get(address(one)))), None)
+        cast_from = next((dtype for x in call.inputs() if (dtype := self._widened.get(address(x)))), None)
         return Culprit(
-            kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows, cast_from=was
+            kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows, cast_from=cast_from
         )
 
     def forget(self) -> None:
-        """An iteration is over: its graph and its tensors are gone."""
+        """Clear all origins at the end of an iteration, when its graph and its tensors are gone."""
         self._origins.clear()
         self._widened.clear()
         self._mask = None
@@ -158,11 +158,11 @@ class Finder(Watch):
     # At the end
 
     def statistics(self) -> list[torch.Tensor]:
-        """Those that were written."""
-        return [one for one in super().statistics() if not is_lazy(one) and address(one) in self._origins]
+        """Return the running statistics that an operator has made not finite."""
+        return [x for x in super().statistics() if not is_lazy(x) and address(x) in self._origins]
 
     def on_loss(self, tensors: list[torch.Tensor]) -> None:
-        """Loss or gradients: the earliest origin of those that are not finite."""
+        """Set the culprit to the earliest origin of these losses or gradients, if some are not finite."""
         bad = [tensor for tensor in tensors if not is_finite(tensor)]
         if not bad or self.culprit is not None:
             return
@@ -174,7 +174,7 @@ class Finder(Watch):
 
 
 def _rows(bad: torch.Tensor, batch: int) -> str:
-    """Rows of the batch that are not finite; nothing where all are."""
+    """Return in words which rows of the batch are not finite; empty if none or all are."""
     values = readable(bad)
     if batch < 2 or not values.dim() or len(values) % batch or bad.layout is not torch.strided or bad.is_nested:
         return ""
@@ -185,16 +185,16 @@ def _rows(bad: torch.Tensor, batch: int) -> str:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether all that is not finite is -inf."""
+    """Whether all elements are finite or -inf."""
     values = readable(tensor)
     return bool((values.isfinite() | values.isneginf()).all())
 
 
-def _what(tensor: torch.Tensor) -> str:
+def _count_non_finite(tensor: torch.Tensor) -> str:
     values = readable(tensor)
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-    found = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
-    return f"{' and '.join(found)} among {values.numel()} elements"
+    counts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
+    return f"{' and '.join(counts)} among {values.numel()} elements"
 
 
 def _moments(optimizer: Any, name_of: Callable[[torch.Tensor], str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""``ampkit info``: which kernels are loaded and why, which is the first thing to look at when something is slow."""
+"""``ampkit info``: which kernels are loaded and why. Look here first when something is slow."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EXAMPLE = "ampkit info"
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
-    """``info`` takes none."""
+    """Add nothing: ``info`` has no arguments."""
 
 
 def from_command_line(_arguments: argparse.Namespace) -> int:
-    """Prints one line per fact, the same on every machine."""
+    """Print one line per fact, in the same format on every machine."""
     for name, value in facts():
         print(f"{name:<16} {value}")
     return 0

@@ -1,4 +1,4 @@
-"""`observe`: a script under an observer, as ``ampkit check``, ``record`` and ``diagnose`` run it."""
+"""`observe`: run a script under an observer, for ``ampkit check``, ``record`` and ``diagnose``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LEAST = {"iterations": 1, "skip": 0, "after": 1}
 
 
 def observe(arguments: argparse.Namespace, watch: AbstractContextManager[Any]) -> tuple[int, BaseException | None]:
-    """Run the script to its end, or until the watch raises `Enough`: the exit code, and what the script raised.
+    """Run the script to its end, or until the watch raises `Enough`; return the exit code and the exception of the script.
 
-    That is to be raised again, when all is printed; no frames of those who watch are in its traceback. Compiled code runs eagerly.
+    Raise that exception again after printing; its traceback has no frames of observers. Compiled code runs eagerly.
     """
     for name, least in _LEAST.items():
-        if (found := vars(arguments).get(name, least)) < least:
-            words = f"--{name} {found} is not accepted: expected at least {least}."
+        if (value := vars(arguments).get(name, least)) < least:
+            words = f"--{name} {value} is not accepted: expected at least {least}."
             print(f"ampkit {arguments.command}: {words}", file=sys.stderr)
             return 2, None
     hook = sys.excepthook

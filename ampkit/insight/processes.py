@@ -1,6 +1,6 @@
-"""Processes to measure in: a `Worker` is one that makes an object and calls its methods when it is asked to.
+"""Processes for measurements: a `Worker` is a process that makes an object and calls its methods on request.
 
-O1 patches torch for the whole process, so that a way of training needs its own. `ampkit.tune` and benchmarks use these.
+O1 patches torch for the whole process, so each way of training needs a process of its own. `ampkit.tune` and benchmarks use them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: Environments for glibc, read when a process starts; mallopt() would keep no block of more than 32 MB. A process that gives
-#: freed memory back asks for it again by page faults, which disturbs times; one that keeps it hides when it held most.
+#: Environments for glibc, read when a process starts; mallopt() would keep no block of more than 32 MB. If a process returns
+#: freed memory, later page faults disturb the measured times. If it keeps the memory, its peak is hidden.
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class WorkerError(Exception):
-    """What a worker raised, in a line; ``details`` is its traceback."""
+    """An exception of a worker, in a line; ``details`` is its traceback."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -26,25 +26,25 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process in which ``make(*arguments)`` is an object, whose methods `ask` calls. ``context`` is one of multiprocessing's.
+    """A process that holds the object of ``make(*arguments)``; `ask` calls its methods. ``context`` is one of multiprocessing's.
 
-    One that is spawned has ``environment`` beside that of this process.
+    A spawned process has the variables of ``environment`` in addition to those of this process.
     """
 
     def __init__(self, context: Any, make: Callable[..., Any], *arguments: Any, environment: Any = ()) -> None:
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._connection, theirs, make, arguments))
-        before = dict(os.environ)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._connection, child_end, make, arguments))
+        original = dict(os.environ)
         os.environ.update(environment)
         try:
             self._process.start()
         finally:
             os.environ.clear()
-            os.environ.update(before)
-        theirs.close()
+            os.environ.update(original)
+        child_end.close()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Raises `WorkerError` for what the method raises, and where the process has ended."""
+        """Call a method in the worker and return its result. Raises `WorkerError` if the method raises or the process has ended."""
         try:
             self._connection.send((method, arguments))
             is_error, value = self._connection.recv()
@@ -58,7 +58,7 @@ class Worker:
         return value
 
     def stop(self) -> None:
-        """End the process, when it is done with what it was asked for."""
+        """End the process, after the call that runs."""
         with contextlib.suppress(OSError):
             self._connection.send((None, ()))
         self._connection.close()
@@ -66,18 +66,18 @@ class Worker:
 
 
 def _serve(of_parent: Any, connection: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The body of the process, which ends where its parent has ended: nothing holds the other end of the pipe then."""
+    """Answer requests in the worker process until it is stopped, or its parent ends, which closes the other end of the pipe."""
     of_parent.close()
     made = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            method, given = connection.recv()
+            method, method_arguments = connection.recv()
             if method is None:
                 return
             try:
                 made = make(*arguments) if made is None else made
-                answer: tuple[bool, Any] = False, getattr(made, method)(*given)
-            except WorkerError as error:  # of one that this one asked
+                answer: tuple[bool, Any] = False, getattr(made, method)(*method_arguments)
+            except WorkerError as error:  # of a worker of this worker
                 answer = True, (str(error), error.details)
             except Exception as error:
                 first = next(iter(str(error).splitlines()), "")

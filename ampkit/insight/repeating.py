@@ -1,7 +1,7 @@
-"""An iteration of a script, run once more as if it had not run: everything it changes is put back, also after an exception.
+"""A repetition of an iteration without side effects: everything the iteration changes is restored, also after an exception.
 
-Put back are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
-`scale_loss` block multiplies the loss here and does nothing else. The iteration ends where it unscales, clips or steps.
+Restored are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
+`scale_loss` block only multiplies the loss here. The iteration ends when it unscales, clips or steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .watching import Journal, Watch, tensors_in
 
 
 class _Ended(BaseException):
-    """Raised through the script where the part of an iteration ends that makes gradients."""
+    """An exception that ends the iteration after the part that computes gradients."""
 
 
 class Repetition(Listener):
-    """One run of an iteration under ``watch``, at the loss scale of now times ``factor``; ``seed`` is the gradient of the loss.
+    """A run of an iteration under ``watch``, at the current loss scale times ``factor``; ``seed`` is the gradient of the loss.
 
-    The watch is told of losses, gradients and models. ``scale`` is the loss scale that was used last, None without one; a dynamic
-    one has a ``backoff`` factor and a ``floor``.
+    It reports losses, gradients and models to the watch. ``scale`` is the loss scale that was used last, None without one; a
+    dynamic one has a ``backoff`` factor and a ``floor``.
     """
 
     def __init__(self, watch: Watch, factor: float = 1.0, seed: float = 1.0) -> None:
@@ -61,13 +61,13 @@ class Repetition(Listener):
                         self._watch.on_loss(tensors_in(result))
 
     def keep(self, param: torch.Tensor) -> None:
-        """Take a leaf's gradient away until the end."""
+        """Remove the gradient of a leaf until the end of the run."""
         if param not in self._gradients:
             self._gradients[param] = param.grad
             param.grad = None
 
     def keep_all(self, module: nn.Module) -> None:
-        """The same for a module with all its parts; their buffers are put back too."""
+        """Remove the gradients of a module and its submodules until the end; their buffers are restored too."""
         if any(module is known for known, _ in self._buffers):
             return
         self._on_module(module)
@@ -96,7 +96,7 @@ class Repetition(Listener):
                     self.keep(param)
                 patches.set(optimizer, "zero_grad", self._zero_grad)
                 if (wrapper := wrapper_of(optimizer)) is not None:
-                    patches.set(wrapper.findings, "came_through_no_block", True)  # no backward pass is to be told of
+                    patches.set(wrapper.findings, "came_through_no_block", True)  # no warning about this backward pass
                     patches.set(wrapper, "clip_grad_norm", _end)
                     patches.set(wrapper, "master_params", _end)
 
@@ -126,7 +126,7 @@ class Repetition(Listener):
 
 
 def rule_of(scaler: Any) -> tuple[float, float | None, float]:
-    """The loss scale, the factor by which it falls, None for a static one, and the lowest."""
+    """Return the loss scale, its back-off factor (None for a static scale), and its minimum."""
     if isinstance(scaler, GradScaler):
         return scaler.get_scale(), scaler.get_backoff_factor(), 2.0**-14
     return scaler.loss_scale, *((scaler.rule.backoff_factor, scaler.floor) if scaler.dynamic else (None, 2.0**-14))

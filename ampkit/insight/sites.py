@@ -1,7 +1,7 @@
-"""Where in a script an operator was called: the user's line, and the name by which the line calls torch.
+"""The site of an operator in a script: the user's line, and the name by which the line calls torch.
 
-`look` walks up the Python stack, over frames of torch, ampkit and the standard library: the site of a ``nn.Softmax`` is the line
-that calls the module. An operator that autograd runs has no line of its own, and watching.py puts it at the line of its forward.
+`look` walks up the Python stack, past frames of torch, ampkit and the standard library: the site of a ``nn.Softmax`` is the line
+that calls the module. An operator that autograd runs has no line of its own: watching.py gives it the line of its forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..casting.engine import active_casting
 from ..iteration import reach
 
 _TORCH = os.path.dirname(torch.__file__)
-#: Files of torch whose functions scripts call, and where they find them.
+#: Files of torch whose functions scripts call, and their public modules.
 _PUBLIC = {
     F.__file__: "torch.nn.functional",
     os.path.join(_TORCH, "functional.py"): "torch",
@@ -56,7 +56,7 @@ _WATCHING = (
     os.path.join(_TORCH, "_ops.py"),
 )
 _PASSED_OVER = ("torch", "casting", "insight", "scripts", "ampkit", "stdlib")
-#: Methods of operators whose class in `ast` has another name.
+#: Classes of operators in `ast` whose method has another name.
 _OPERATORS = {"mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor"}
 
 
@@ -77,10 +77,10 @@ class Site:
 
 
 def look(*, past_engine: bool = False) -> tuple[Site | None, str | None, set[str]]:
-    """The user's line that runs, and the public name of the function of torch that it calls, both None if not found.
+    """Return the user's line that runs, and the public name of the torch function that it calls, both None if not found.
 
-    Third are the owners of the frames in between, as `_FOLDERS` names them. The walk ends at autograd's engine, unless
-    ``past_engine``: what lies above has called ``backward()``.
+    The third value is the owners of the frames in between, as `_FOLDERS` names them. The walk ends at autograd's engine, unless
+    ``past_engine``: the frames above it called ``backward()``.
     """
     frame, function, passed = sys._getframe().f_back, None, set[str]()
     while frame is not None:
@@ -105,7 +105,7 @@ _site = functools.cache(Site)
 
 @functools.cache
 def _owner(file: str) -> str:
-    """Whose code it is: one of `_FOLDERS`, the first that holds it, or ``"user"``."""
+    """The owner of a file: the first of `_FOLDERS` that contains it, or ``"user"``."""
     if file.startswith("<frozen") or file == "<string>":
         return "stdlib"
     path = os.path.realpath(file)
@@ -113,18 +113,18 @@ def _owner(file: str) -> str:
 
 
 def look_at(traceback: types.TracebackType | None) -> Site | None:
-    """The user's innermost line in a traceback."""
-    found = None
+    """Return the user's innermost line in a traceback."""
+    site = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if _owner(code.co_filename) not in _PASSED_OVER:
-            found = _site(code.co_filename, traceback.tb_lineno)
+            site = _site(code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return found
+    return site
 
 
 def hide_observers(error: BaseException) -> None:
-    """Take the frames of those who watch out of an exception's traceback."""
+    """Remove the frames of observers from an exception's traceback."""
     frame = error.__traceback__
     while frame is not None:
         after = frame.tb_next
@@ -133,13 +133,13 @@ def hide_observers(error: BaseException) -> None:
         frame.tb_next = frame = after
 
 
-# The name of what a line calls
+# The name of the function that a line calls
 
 _names: dict[tuple[types.CodeType, int], str | None] = {}
 
 
 def _called(frame: types.FrameType) -> str | None:
-    """What the expression calls that this frame is in, ``"torch.exp"`` or ``"torch.Tensor.__mul__"``; None for other calls."""
+    """The torch function that the current expression of a frame calls (``"torch.exp"``, ``"torch.Tensor.__mul__"``), else None."""
     key = frame.f_code, frame.f_lasti
     if key not in _names:
         try:
@@ -151,7 +151,7 @@ def _called(frame: types.FrameType) -> str | None:
 
 def _expression(frame: types.FrameType) -> ast.AST:
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    first, last, begin, end = (one or 0 for one in position)
+    first, last, begin, end = (number or 0 for number in position)
     lines = [linecache.getline(frame.f_code.co_filename, line).encode() for line in range(first, last + 1)]
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][begin:]
@@ -172,7 +172,7 @@ def _name_of(node: Any, frame: types.FrameType) -> str | None:
     root = None
     if isinstance(owner, ast.Name):
         root = frame.f_locals.get(owner.id, frame.f_globals.get(owner.id))
-    if not names:  # bound by name: from torch import exp
+    if not names:  # a bare name: from torch import exp
         name = getattr(root, "__name__", "")
         owners = (module for module in (F, torch) if callable(root) and _is(getattr(module, name, None), root))
         return next((f"{module.__name__}.{name}" for module in owners), None)
@@ -184,6 +184,6 @@ def _name_of(node: Any, frame: types.FrameType) -> str | None:
 
 
 def _is(function: Any, bound: Any) -> bool:
-    """Whether a name that a script has bound is this function of torch, which may be patched since."""
+    """Whether ``bound``, which a script has imported by name, is this function of torch, or its original if torch is patched."""
     casting = active_casting()
     return function is bound or (casting is not None and casting.original_of(function) is bound)

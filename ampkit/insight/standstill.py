@@ -1,4 +1,4 @@
-"""`Standstill`: which parameters the first steps of a script have not moved, and why."""
+"""`Standstill`: the parameters that the first steps of a script have not changed, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .updates import SAMPLE, Weights, some
 from .words import short
 
 _MANY_LOST = 0.5
-#: What subtracts a mean, and so whatever a bias in front of it has added: the place of the argument that says so, and its name.
+#: Norms that subtract a mean, and so any bias before them: position, name and default of the argument that switches it on.
 _SUBTRACT = {"batch_norm": (5, "training", False), "instance_norm": (5, "use_input_stats", True)}
 _KEEP_CHANNELS = ("View", "UnsafeView", "ToCopy", "Transpose", "Permute")
 _SUBTRACTED = (
@@ -30,26 +30,26 @@ _NO_RATE = "the learning rate is 0"
 
 
 class Standstill:
-    """Is told of backward passes and steps; then `reasons` has a sentence for each reason."""
+    """An observer of backward passes and steps; afterwards `reasons` yields a sentence for each reason."""
 
     def __init__(self) -> None:
-        self.cuts: dict[str, None] = {}  # lines that take the graph away, as they stand there
-        #: Lost updates, and all, of each parameter, by the optimizer's class and the dtype, which is None for `_subtracted`.
+        self.cuts: dict[str, None] = {}  # lines that detach tensors from the graph, with their source
+        #: Lost updates and all updates of each parameter, by optimizer class and dtype (None for parameters in `_subtracted`).
         self.lost: dict[tuple[str, torch.dtype | None], dict[Tensor, tuple[int, int]]] = {}
-        self._why: dict[Tensor, list[str | None]] = {}  # it could not move, at each step
+        self._why: dict[Tensor, list[str | None]] = {}  # at each step, the reason why it could not change
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
-        self._first: dict[Tensor, Tensor] = {}  # some elements of each parameter, before the first step
-        self._before_norm: dict[Tensor, Tensor] = {}  # biases in front of a norm, and the weight beside each
-        self._held: dict[Tensor, Tensor] = {}  # what FSDP2 computes with, and the parameter that is sharded
-        self._asked: set[nn.Module] = set()
-        self._subtracted: set[Tensor] = set()  # those of them whose gradient is nothing but rounding
-        self._now: dict[Tensor, str | None] = {}  # the same in this step
+        self._first: dict[Tensor, Tensor] = {}  # a sample of each parameter, before the first step
+        self._before_norm: dict[Tensor, Tensor] = {}  # biases before a norm, each with the weight of its layer
+        self._held: dict[Tensor, Tensor] = {}  # gathered parameters of FSDP2, each with its sharded one
+        self._looked_up: set[nn.Module] = set()  # models whose parameters are in `_held`
+        self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
+        self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
         self._weights: Weights | None = None
 
     def cut(self, words: str, site: Site | None) -> None:
-        """A line that does not say so itself, as ``scale_loss``, is none of the script's."""
+        """Note a line that detaches from the graph. A line without the word in its source, such as ``scale_loss``, is skipped."""
         if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
             self.cuts.setdefault(f"{words} at {site}: {site.source}")
 
@@ -59,10 +59,10 @@ class Standstill:
             x = args[0] if args else kwargs.get("input")
             node = _before_views(x.grad_fn) if isinstance(x, Tensor) else None
             if node is not None and node.name().startswith(("Convolution", "Addmm")):
-                leaves = [_before_views(one, "TBackward") for one, _ in node.next_functions]
-                own = {leaf.variable.dim() == 1: leaf.variable for leaf in leaves if hasattr(leaf, "variable")}
-                if len(own) == 2 and own[True].numel() == x.shape[1]:  # a view may have given each channel several
-                    self._before_norm[own[True]] = own[False]
+                leaves = [_before_views(edge, "TBackward") for edge, _ in node.next_functions]
+                pair = {leaf.variable.dim() == 1: leaf.variable for leaf in leaves if hasattr(leaf, "variable")}
+                if len(pair) == 2 and pair[True].numel() == x.shape[1]:  # else a view has split the channels
+                    self._before_norm[pair[True]] = pair[False]
 
     def backward_ends(self, params: Iterable[Tensor]) -> None:
         self._had_gradient = {param for param in params if param.grad is not None}
@@ -72,17 +72,17 @@ class Standstill:
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
         for model in models if self._before_norm else ():
-            if model not in self._asked:
-                self._asked.add(model)
-                self._held.update((one.whole, one.param) for one in gathered(model) if one.whole is not None)
+            if model not in self._looked_up:
+                self._looked_up.add(model)
+                self._held.update((x.whole, x.param) for x in gathered(model) if x.whole is not None)
         held = self._held
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
-            # A class of a library's own, as of quantised weights, may have no elements to look at.
+            # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
-                self._first[param] = _seen(param).clone()
-        self._now = {
+                self._first[param] = _sample(param).clone()
+        self._current_why = {
             param: self._why_not(param, float(group.get("lr", 1.0)))
             for group in optimizer.param_groups
             for param in group["params"]
@@ -108,47 +108,47 @@ class Standstill:
     def step_ends(self, optimizer: Any, is_taken: bool) -> None:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
-        for param, why in self._now.items():
-            # What begins at 0, as a factor, has not moved yet where a step was skipped.
+        for param, why in self._current_why.items():
+            # With a skipped step a factor that starts at 0 has not changed yet: its zero gradients prove nothing.
             self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
         if weights is None or not is_taken:
             return
         counts = weights.counts()
-        for one in weights.list:
-            if one.name in counts:
-                dtype = one.param.dtype if one.rest_of is None else torch.float32
-                dtype = None if one.param in self._subtracted else dtype
-                found = self.lost.setdefault((type(optimizer).__name__, dtype), {})
-                lost, total = found.get(one.param, (0, 0))
-                found[one.param] = lost + int(counts[one.name][0]), total + int(counts[one.name][1])
+        for weight in weights.list:
+            if weight.name in counts:
+                dtype = weight.param.dtype if weight.rest_of is None else torch.float32
+                dtype = None if weight.param in self._subtracted else dtype
+                of_params = self.lost.setdefault((type(optimizer).__name__, dtype), {})
+                lost, total = of_params.get(weight.param, (0, 0))
+                of_params[weight.param] = lost + int(counts[weight.name][0]), total + int(counts[weight.name][1])
 
     def reasons(self, models: Sequence[nn.Module]) -> Iterator[str]:
-        """In words, with names and the cure.
+        """Yield each reason in words, with names of parameters and the cure.
 
-        What moves is none of it, whoever moves it: a script that steps over copies, or averages a teacher. Nor is a model that
-        no optimizer has a part of and no gradient reaches, as one that makes targets.
+        Parameters that changed are left out, whatever changed them: a step over copies, or an averaged teacher. So are models that
+        no optimizer has parameters of and no gradient reaches, as one that makes targets.
         """
         names = _names_in(models)
         for why, params in self._standing(models, names):
-            found = sorted(names.get(param) or f"a parameter of shape {tuple(param.shape)}" for param in params)
-            if found:
-                yield f"{', '.join(found[:4])}{', ...' * (len(found) > 4)}: {why}"
+            shown = sorted(names.get(param) or f"a parameter of shape {tuple(param.shape)}" for param in params)
+            if shown:
+                yield f"{', '.join(shown[:4])}{', ...' * (len(shown) > 4)}: {why}"
 
     def _standing(self, models: Sequence[nn.Module], names: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
         in_use = {*self._why, *self._ever_had}
-        own = [model for model in models if self._why and not in_use.isdisjoint(model.parameters())]
-        others = {param for model in own for param in model.parameters() if param not in self._why}
-        others = {param for param in others if not self._has_moved(param)}
-        frozen = {param for param in others if not param.requires_grad}
+        trained = [model for model in models if self._why and not in_use.isdisjoint(model.parameters())]
+        not_held = {param for model in trained for param in model.parameters() if param not in self._why}
+        not_held = {param for param in not_held if not self._has_moved(param)}
+        frozen = {param for param in not_held if not param.requires_grad}
         yield (
             "no optimizer that stepped holds them: make it over model.parameters() when all layers are there",
-            others - frozen,
+            not_held - frozen,
         )
         yield "requires_grad is False; requires_grad_(True) trains them", frozen
-        for why in dict.fromkeys(why for found in self._why.values() for why in found if why is not None):
-            always = {param for param, found in self._why.items() if {*found} == {why}}
+        for why in dict.fromkeys(why for whys in self._why.values() for why in whys if why is not None):
+            always = {param for param, whys in self._why.items() if {*whys} == {why}}
             if why is _NO_RATE:
-                since = {param for param, found in self._why.items() if found[-1] is _NO_RATE} - always
+                since = {param for param, whys in self._why.items() if whys[-1] is _NO_RATE} - always
                 yield f"{_NO_RATE} at the last of these steps: look at the scheduler", since
             if why == "no gradient":
                 always = {param for param in always if not self._has_moved(param)}
@@ -171,7 +171,7 @@ class Standstill:
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)
-        return first is not None and not torch.equal(first, _seen(param).to(first.dtype))
+        return first is not None and not torch.equal(first, _sample(param).to(first.dtype))
 
     def lost_in_lower_precision(self, models: Sequence[nn.Module]) -> Iterator[str]:
         names = _names_in(models)
@@ -188,11 +188,11 @@ class Standstill:
 
 
 def _is_rounding(bias: Tensor, weight: Tensor) -> bool:
-    """Whether the bias' gradient is what rounding leaves of 0. Beside a norm that a residual goes around it is not."""
-    gradients = [local(one.grad) for one in (bias, weight) if one.grad is not None]
-    if len(gradients) < 2 or not all(one.numel() for one in gradients):
+    """Whether the gradient of the bias is 0 except for rounding. It is not if a residual connection bypasses the norm."""
+    gradients = [local(x.grad) for x in (bias, weight) if x.grad is not None]
+    if len(gradients) < 2 or not all(x.numel() for x in gradients):
         return False
-    largest, beside = (one.abs().max() for one in gradients)
+    largest, beside = (x.abs().max() for x in gradients)
     return bool(largest <= max(1e-4, 4 * torch.finfo(largest.dtype).eps) * beside)
 
 
@@ -204,13 +204,13 @@ def _before_views(node: Any, *others: str) -> Any:
 
 def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     kinds = Counter(type(model).__name__ for model in models)
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for number, model in enumerate(models):
         kind = type(model).__name__
         of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
-        found |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
-    return found
+        names |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
+    return names
 
 
-def _seen(param: Tensor) -> Tensor:
+def _sample(param: Tensor) -> Tensor:
     return some(local(param.detach()), SAMPLE)

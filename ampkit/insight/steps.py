@@ -1,4 +1,4 @@
-"""`on_step`: what each step of an optimizer did, in plain numbers; `loss_scale`: the loss scale of now."""
+"""`on_step`: a report of each step of an optimizer, in plain numbers; `loss_scale`: the current loss scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .updates import Weights
 
 
 class StepReport:
-    """One step of an optimizer, for the function that `on_step` was given. A value waits for the device when it is first read.
+    """A report of a step, for the function that was passed to `on_step`. A value waits for the device when it is first read.
 
     ``step`` counts steps from 1, skipped ones included.
     """
@@ -53,12 +53,12 @@ class StepReport:
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """The same for each parameter that has a gradient, by its name; empty where the step was skipped, as the following."""
+        """The norm of each gradient as the step used it, by name of the parameter; empty if skipped, as the following."""
         return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
 
     @cached_property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients themselves, float32 copies on their devices, for histograms."""
+        """Float32 copies of the gradients on their devices, for histograms."""
         return {
             name: gradient.float() if factor is None else gradient.float() * on(factor, gradient.device)
             for name, (gradient, factor) in self._gradients().items()
@@ -66,9 +66,9 @@ class StepReport:
 
     @cached_property
     def underflow(self) -> dict[str, float]:
-        """By name, the share of a gradient's elements that are not 0 and were denormal in the lower precision, at the scale of now.
+        """The share of a gradient's elements that were denormal in lower precision at the current loss scale, by name.
 
-        They have lost digits, and elements below them have become 0: a share that grows asks for a higher loss scale.
+        Denormal elements (without zeros) have lost digits, and smaller ones became 0: a growing share needs a higher loss scale.
         """
         session = session_of(self._optimizer)
         dtype = session.plan.lower_precision if session is not None and session.plan.enabled else None
@@ -82,34 +82,34 @@ class StepReport:
 
     @cached_property
     def lost_updates(self) -> dict[str, float] | None:
-        """By name, the share of updates that rounding lost in this step; None in steps that were not measured."""
+        """The share of updates that rounding lost in this step, by name; None in steps that were not measured."""
         if self._weights is None:
             return None
         return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._weights.lost().items()})
 
     def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        """By name, with the factor of a clipping that the step applied by itself."""
+        """Gradients by name, each with the clipping factor that the step applied itself, or None."""
         if self.skipped:  # its gradients are dropped
             return {}
-        wrapper, found = wrapper_of(self._optimizer), {}
+        wrapper, gradients = wrapper_of(self._optimizer), {}
         clip = None if wrapper is None else wrapper.gradients.clipping.pending
         mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.stored}
         for name, param, _ in named_params(self._optimizer):
             if param.grad is not None:
-                found[name] = param.grad, clip if param in mastered else None
-        return found
+                gradients[name] = param.grad, clip if param in mastered else None
+        return gradients
 
     @cached_property
     def _norms(self) -> list[torch.Tensor]:
-        found = list(self._gradients().values())
-        values = [values_of(gradient) for gradient, _ in found]
+        gradients = list(self._gradients().values())
+        values = [values_of(gradient) for gradient, _ in gradients]
         if any(map(is_sharded, values)):
             norms = [norm_over_processes([value], 2.0).float() for value in values]
         else:
             norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
         norms = [
             norm if factor is None else norm * on(factor, norm.device).reshape(())
-            for norm, (_, factor) in zip(norms, found)
+            for norm, (_, factor) in zip(norms, gradients)
         ]
         return [on(norm, norms[0].device) for norm in norms]
 

@@ -1,7 +1,7 @@
-"""`check_updates`: which weights do not move, because their precision rounds the updates away.
+"""`check_updates`: the weights that do not change, because their precision rounds the updates away.
 
-An update is lost where a weight is the same after a step although its gradient and the learning rate are not 0. A weight with a
-float32 value (O2) is the same only if its rest is too.
+An update is lost if a weight is the same after a step although its gradient and the learning rate are not 0. A weight with a
+float32 value (O2) is the same only if its rest is the same, too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..sharding import local
 from .around_step import AroundStep, Named, named_params, to_host
 from .words import short
 
-#: Elements of a tensor that stand for all, where only shares are asked for: their standard error is below 1.2%.
+#: The number of sampled elements of a tensor where only shares are needed: their standard error is below 1.2%.
 SAMPLE = 2**11
-#: Steps that are all measured, so that the first finding comes soon.
+#: The first steps are all measured, so that a warning comes soon.
 _FIRST = 5
 
 
 @dataclass
 class _Weight:
-    """A parameter before a step; ``rest_of()`` gives the rest of its float32 value, ``rest`` is that of before."""
+    """A parameter before a step: ``before`` and ``rest`` are copies, and ``rest_of()`` returns the current rest."""
 
     name: str
     param: torch.Tensor
@@ -41,17 +41,17 @@ class _Weight:
 
 
 def _own_rest(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
-    """The rest that a fused optimizer without a session keeps in its state, from its first step on."""
-    found: torch.Tensor | None = optimizer.state.get(param, {}).get("rest")
-    return torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if found is None else found
+    """Return the rest in the state of a fused optimizer without a session; zeros before its first step."""
+    rest: torch.Tensor | None = optimizer.state.get(param, {}).get("rest")
+    return torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if rest is None else rest
 
 
 class Weights:
-    """The weights of an optimizer before a step, to be compared with those after it.
+    """A copy of an optimizer's weights before a step, for a comparison after it.
 
-    Costs a copy of the weights, and a pass over weights and gradients; with ``most``, only so many elements of each are looked
-    at, of ``named`` parameters alone. Left out are sparse gradients, groups whose learning rate is 0, and parameters that are
-    rounded by random numbers, which lose nothing on average.
+    It costs a copy of the weights, and a pass over weights and gradients. ``most`` limits the elements of each parameter, ``named``
+    the parameters. Left out are sparse gradients, parameter groups whose learning rate is 0, and parameters with stochastic
+    rounding, which lose nothing on average.
     """
 
     def __init__(self, optimizer: Any, most: int | None = None, named: Iterable[Named] | None = None) -> None:
@@ -68,48 +68,48 @@ class Weights:
             if rest_of is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
                 rest_of = functools.partial(_own_rest, optimizer, param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
-                rest = None if rest_of is None else self._some(rest_of()).clone()
-                self.list.append(_Weight(name, param, lr, rest_of, self._some(param.detach()).clone(), rest))
+                rest = None if rest_of is None else self._sample(rest_of()).clone()
+                self.list.append(_Weight(name, param, lr, rest_of, self._sample(param.detach()).clone(), rest))
 
     def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """How many updates of each parameter were lost, and of how many (int64, on its device), by its name.
+        """Return the number of lost updates and of all updates of each parameter (int64, on its device), by name.
 
-        Empty where a gradient is not finite, since such a step is skipped. Waits for the device, to know that.
+        Empty if a gradient is not finite, since such a step is skipped. Waits for the device for that check.
         """
         are_finite = {weight.name: gradient.isfinite().all() for weight, gradient in self._trained()}
         return self.counts() if all(to_host(are_finite).values()) else {}
 
     def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The same, gradients finite or not, without waiting."""
-        found = {}
-        for trained in self._alike():
+        """Return the numbers of `lost` without a check of gradients, and without waiting for the device."""
+        counts = {}
+        for trained in self._groups():
             weights, gradients = zip(*trained)
-            now = _flat(self._some(one.param.detach()) for one in weights)
-            stays = now == _flat(one.before for one in weights)
+            after = _flat(self._sample(x.param.detach()) for x in weights)
+            stays = after == _flat(x.before for x in weights)
             if weights[0].rest_of is not None:
-                stays &= _flat(self._some(one.rest_of()) for one in weights) == _flat(one.rest for one in weights)
+                stays &= _flat(self._sample(x.rest_of()) for x in weights) == _flat(x.rest for x in weights)
             is_updated = _flat(gradients) != 0
-            sizes = [one.numel() for one in gradients]
+            sizes = [x.numel() for x in gradients]
             for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
-                found[weight.name] = lost.sum(), total.sum()
-        return found
+                counts[weight.name] = lost.sum(), total.sum()
+        return counts
 
     def _trained(self) -> list[tuple[_Weight, torch.Tensor]]:
         return [
-            (weight, self._some(weight.param.grad))
+            (weight, self._sample(weight.param.grad))
             for weight in self.list
             if weight.param.grad is not None and not is_sparse(weight.param.grad)
         ]
 
-    def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
-        """Each alone, or samples of the same dtypes and device together."""
+    def _groups(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
+        """Group the weights for `counts`: each alone, or samples of the same dtypes and device together."""
         groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
         for weight, gradient in self._trained():
             alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest_of is None
             groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
         return groups.values()
 
-    def _some(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self._most is None else some(local(tensor), self._most)
 
 
@@ -119,7 +119,7 @@ def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """A tensor in one dimension, or ``most`` of it: runs of 64, evenly spread, so that little memory is read."""
+    """Flatten a tensor, and sample at most ``most`` elements: runs of 64, evenly spread, so that little memory is read."""
     values = tensor.reshape(-1)
     if values.numel() <= most:
         return values
@@ -128,9 +128,9 @@ def some(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 class UpdateCheck(AroundStep):
-    """What `check_updates` returns: figures so far, and `remove`.
+    """The result of `check_updates`: figures so far, and `remove`.
 
-    ``steps`` counts the steps that were measured, and ``shares`` has by name the share of updates lost in them. ``print`` it.
+    ``steps`` counts the measured steps. ``shares`` has the share of updates that were lost in them, by name. ``print`` it.
     """
 
     def __init__(self, optimizer: Any, every: int, share: float, function: str = "check_updates") -> None:
@@ -143,7 +143,7 @@ class UpdateCheck(AroundStep):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Waits for the device."""
+        """The share of lost updates of each parameter, by name. Waits for the device."""
         return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._lost.items()})
 
     def before(self) -> None:
@@ -153,16 +153,16 @@ class UpdateCheck(AroundStep):
 
     @torch.no_grad()
     def after(self) -> None:
-        found = self._weights.lost() if self._weights is not None else None
-        if found:
-            self._count(found)
+        lost = self._weights.lost() if self._weights is not None else None
+        if lost:
+            self._count(lost)
             if self.steps >= _FIRST and not self._has_told:
                 self._tell()
         self._weights = None
 
-    def _count(self, found: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _count(self, counts: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.steps += 1
-        for name, (lost, total) in found.items():
+        for name, (lost, total) in counts.items():
             lost_before, total_before = self._lost.get(name, (0, 0))
             self._lost[name] = lost + lost_before, total + total_before
 
@@ -173,10 +173,10 @@ class UpdateCheck(AroundStep):
         self._has_told = True
         worst = max(shares, key=lambda name: shares[name])
         weight = next(weight for weight in Weights(self.optimizer, 64).list if weight.name == worst)
-        what = f"{shares[worst]:.0%} of the updates of {worst!r} ({short(weight.param.dtype)}, lr {weight.lr:g})"
-        others = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
-        others *= len(shares) > 1
-        logger.warning("%s were lost in %d steps%s: %s", what, self.steps, others, _cure(weight))
+        lost = f"{shares[worst]:.0%} of the updates of {worst!r} ({short(weight.param.dtype)}, lr {weight.lr:g})"
+        more = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
+        more *= len(shares) > 1
+        logger.warning("%s were lost in %d steps%s: %s", lost, self.steps, more, _cure(weight))
 
     def __str__(self) -> str:
         worst_first = sorted(self.shares.items(), key=lambda item: -item[1])

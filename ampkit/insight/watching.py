@@ -1,7 +1,7 @@
-"""A dispatch mode that hands every operator to its subclass, with what the operator belongs to: a `Call`.
+"""A dispatch mode that passes every operator to its subclass as a `Call`: with its line, function and module.
 
-An operator of the backward pass stands at the line and in the module of its forward: autograd numbers its nodes in order, and the
-number that is newest when an operator runs forward is that of its own node. `Journal` undoes what operators write.
+An operator of the backward pass has the line and the module of its forward. Autograd numbers its nodes in order: the newest number
+while an operator runs forward is that of its own node. `Journal` undoes writes of operators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPLEX = frozenset(dtype for dtype in _DTYPES if dtype.is_complex)
 
 STATISTICS = ("running_mean", "running_var")
 
-# Operators under other names than the functions that call them.
+# Operators whose name differs from that of the function that calls them.
 _NAMES = {
     "native_layer_norm": "layer_norm",
     "native_group_norm": "group_norm",
@@ -53,12 +53,12 @@ _NAMES = {
 
 
 class Enough(BaseException):
-    """Raised through a script where all is known of it."""
+    """An exception that ends a script when its observer has seen enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where an operator belongs: the ``site``, ``function`` and ``module`` of its `Call`; ``op`` is the operator of torch."""
+    """The place of an operator: the ``site``, ``function`` and ``module`` of its `Call`; ``op`` is the operator of torch."""
 
     site: Site | None = None
     function: str = ""
@@ -73,13 +73,13 @@ class Place:
 
 @dataclass
 class Call:
-    """One operator, on its way. ``call()`` runs it.
+    """A call of an operator that is about to run. ``call()`` runs it.
 
-    ``site`` is the user's line, None where there is none. ``function`` is the public name of what the line calls
-    (``"torch.exp"``), or the operator's, and ``module`` the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for
-    the model itself, and outside of it). In a backward pass all three are the forward's; ``node`` names autograd's node, which has
-    a ``number``. ``recomputed`` is what torch.utils.checkpoint runs once more during a backward pass. ``passed`` are the owners of
-    frames between the line and the operator.
+    ``site`` is the user's line, or None. ``function`` is the public name of the function that the line calls (``"torch.exp"``), or
+    the operator's. ``module`` is the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for the model itself, and
+    outside of it). In a backward pass all three are the forward's; ``node`` is the name of the autograd node, with its ``number``.
+    ``recomputed`` says that torch.utils.checkpoint runs it again during a backward pass. ``passed`` are the owners of the frames
+    between the line and the operator.
     """
 
     op: Any
@@ -99,12 +99,12 @@ class Call:
         except RuntimeError as error:
             if "Expected a value of type 'Tensor'" not in str(error):
                 raise
-        # TorchScript's constants are tensors, of which a dispatch mode is given the numbers.
+        # Constants of TorchScript are tensors, but a dispatch mode receives them as numbers.
         places = zip(self.op._schema.arguments, self.args)
         tensor = torch._C.TensorType.get()
         self.args = tuple(
-            torch.tensor(one) if isinstance(one, (int, float)) and place.type == tensor else one
-            for place, one in places
+            torch.tensor(value) if isinstance(value, (int, float)) and place.type == tensor else value
+            for place, value in places
         )
         return self.op(*self.args, **self.kwargs)
 
@@ -118,7 +118,7 @@ class Call:
         return operator_name(self.op)
 
     def where(self) -> dict[str, Any]:
-        """Fields of a `Place`, which reports say of it."""
+        """Return the fields of a `Place`, for reports."""
         place = {"site": self.site, "function": self.function, "op": str(self.op), "module": self.module}
         return {**place, "backward": self.backward}
 
@@ -131,20 +131,20 @@ class Call:
 
 
 class Watch(TorchDispatchMode, Listener):
-    """Watches all that runs inside ``with``, in every thread that autograd starts for it. Subclasses replace `around`.
+    """A dispatch mode over all operators inside ``with``, also in threads that autograd starts. Subclasses override `around`.
 
-    ``looks_at_views`` says whether views in the backward pass, which compute nothing, go through it.
+    ``looks_at_views`` says whether `around` is called for views in the backward pass, which compute nothing.
     """
 
     looks_at_views = True
-    sources: tuple[SharedPatches, ...] = (forwards,)  # of events
+    sources: tuple[SharedPatches, ...] = (forwards,)  # sources of events
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # and their paths
         self._running: dict[int, list[nn.Module]] = {}  # by thread
-        self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function, module: by the node that it made
-        self._newest: dict[int, int] = {}  # node, by thread
+        self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function and module, by number of the node
+        self._newest: dict[int, int] = {}  # number of the newest node, by thread
         self._listening = ExitStack()
 
     def around(self, call: Call) -> Any:
@@ -155,23 +155,23 @@ class Watch(TorchDispatchMode, Listener):
         return bool(self._running.get(threading.get_ident()))
 
     def on_module(self, module: nn.Module) -> None:
-        """A module begins that is no part of one seen before."""
+        """Handle a module that begins and is no submodule of an earlier one."""
 
     def on_loss(self, losses: list[torch.Tensor]) -> None:
-        """In a `Repetition`: what a backward pass begins with, before it."""
+        """Handle the losses before a backward pass; called by a `Repetition`."""
 
     def on_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """In a `Repetition`: those of all parameters, after it. Running statistics may be lost where no gradient is."""
+        """Handle all gradients after a `Repetition`'s backward pass. Running statistics may be bad even if no gradient is."""
         self.on_loss([*gradients, *self.statistics()])
 
     def statistics(self) -> list[torch.Tensor]:
-        """Means and variances that batch norms keep."""
-        own = (module._buffers.get(name) for module in list(self.modules) for name in STATISTICS)
-        return [one for one in own if one is not None]
+        """Return the running means and variances of batch norms."""
+        buffers = (module._buffers.get(name) for module in list(self.modules) for name in STATISTICS)
+        return [buffer for buffer in buffers if buffer is not None]
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
-        if "torch._dynamo" in sys.modules:  # compiled code shows no operators
+        if "torch._dynamo" in sys.modules:  # a dispatch mode sees no operators of compiled code
             self._listening.enter_context(torch.compiler.set_stance("force_eager"))
         return super().__enter__()
 
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode, Listener):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper of torch's around each call, against dynamo: compiled code runs eagerly."""
+        """Tell torch to add no guard against dynamo around each call: compiled code runs eagerly."""
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode, Listener):
             number = node._sequence_nr()
             if number in self._forward:
                 return Call(op, args, kwargs, *self._forward[number], node.name(), number)
-            # Made before the watch began: at the line that calls backward().
+            # The node is older than the watch: use the line that calls backward().
             return Call(op, args, kwargs, look(past_engine=True)[0], operator_name(op), "", node.name(), number)
         thread = threading.get_ident()
         running = self._running.get(thread)
@@ -222,7 +222,7 @@ class Watch(TorchDispatchMode, Listener):
             return Call(op, args, kwargs, site, function, module, passed=passed)
         if torch.is_grad_enabled():
             return Call(op, args, kwargs, site, function, module, recomputed=True, passed=passed)
-        # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
+        # Autograd runs code of the script without a graph: the backward of an autograd.Function, or a hook.
         return Call(op, args, kwargs, site, function, module, node.name())
 
 
@@ -233,35 +233,35 @@ def operator_name(op: Any) -> str:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Those in tuples, lists and dicts; faster than `casting.tensors`, which knows of more."""
-    found: list[torch.Tensor] = []
-    _gather((tree,), found)
-    return found
+    """Return the tensors in tuples, lists and dicts; faster than `casting.tensors`, which handles more containers."""
+    tensors: list[torch.Tensor] = []
+    _gather((tree,), tensors)
+    return tensors
 
 
-def _gather(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+def _gather(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            _gather(value, found)
+            _gather(value, tensors)
         elif isinstance(value, dict):
-            _gather(value.values(), found)
+            _gather(value.values(), tensors)
 
 
 def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_PRECISION) -> Any:
-    """The same arguments with tensors of these dtypes, and the dtypes themselves, as ``dtype``."""
+    """Cast the tensors in ``tree`` whose dtype is in ``kinds`` to ``dtype``, and replace such dtypes among the arguments too."""
 
-    def one(value: Any) -> Any:
+    def cast_value(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(dtype) if value.dtype in kinds else value
         return dtype if isinstance(value, torch.dtype) and value in kinds else value
 
-    return tree_map(one, tree)
+    return tree_map(cast_value, tree)
 
 
 def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``tell`` with its positional arguments, and then is the original."""
+    """Wrap a function: the wrapper calls ``tell`` with its positional arguments, and then the original."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tell(*args)
@@ -271,25 +271,25 @@ def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Cal
 
 
 def stored_in(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor stores: itself, or the values of a sparse or nested one."""
+    """Return the tensor itself, or the values of a sparse or nested one."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """Return a key that is equal for tensors that share memory."""
     return stored_in(tensor).untyped_storage()._cdata
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same part of the same memory."""
+    """Return a key that is equal for tensors that are the same part of the same memory."""
     values = stored_in(tensor)
     return address(values), values.storage_offset(), tuple(values.shape), values.stride()
 
 
 def arguments_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The arguments that an operator writes to, with their names."""
+    """Yield the name and the tensor of each argument that an operator writes to."""
     for place, name in _places_written(op):
         value = args[place] if place < len(args) else kwargs.get(name)
         yield from ((name, tensor) for tensor in tensors_in(value))
@@ -297,7 +297,7 @@ def arguments_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @functools.cache
 def _places_written(op: Any) -> list[tuple[int, str]]:
-    """By their numbers and names. torch's schemas keep quiet about running statistics."""
+    """The positions and names of arguments that an operator writes to; torch's schemas omit running statistics."""
     return [
         (place, argument.name)
         for place, argument in enumerate(op._schema.arguments)
@@ -306,10 +306,10 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
 
 
 class Journal(TorchDispatchMode):
-    """Copies what operators are about to write to, unless an operator inside has made it; `undo` writes the copies back.
+    """A dispatch mode that copies tensors before operators write to them, except those made inside; `undo` restores them.
 
-    So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are kept,
-    weights that it leaves alone are not. ``on_leaf`` is given each tensor that operators read and that is to get a gradient.
+    So an iteration can be repeated on a model that is too large to copy: only buffers, moments and counters that it changes are
+    copied, not its weights. ``on_leaf`` is called with each leaf tensor that operators read and that requires a gradient.
     """
 
     def __init__(self, on_leaf: Callable[[torch.Tensor], Any]) -> None:
@@ -317,7 +317,7 @@ class Journal(TorchDispatchMode):
         self._on_leaf = on_leaf
         self._made: set[int] = set()
         self._seen: set[tuple[Any, ...]] = set()
-        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what stood there
+        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # each tensor with a copy of its old values
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -336,6 +336,6 @@ class Journal(TorchDispatchMode):
 
     def undo(self) -> None:
         with torch.no_grad():
-            while self._writes:  # the latest first: of two copies of one place, the earlier counts
+            while self._writes:  # the latest first: of two copies of the same memory, the earlier counts
                 tensor, before = self._writes.pop()
                 tensor.copy_(before)

@@ -1,4 +1,4 @@
-"""Adapters for frameworks that own the training loop, one module each; a module imports its framework, and nothing else does."""
+"""Adapters for frameworks that own the training loop, one module each. Only the adapter imports its framework."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import ModuleType
 
 
 def framework(*names: str, install: str) -> ModuleType:
-    """The first of these modules that is loaded already, else the first that can be. ``install`` is what to give to pip."""
+    """Return the first of these modules that is loaded, else the first that can be imported. ``install`` is the name for pip."""
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not name.startswith(f"{error.name}.") and name != error.name:
-                raise  # it is there, and something that it needs is not
+                raise  # the module exists, but one of its dependencies does not
     raise ImportError(f"This adapter is for {names[0]}, which is not installed here: pip install {install}")

@@ -20,7 +20,7 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def attach(accelerator: Any, session: Session | None = None) -> None:
-    """Have ``backward``, clipping and the prepared optimizers of this ``Accelerator`` go through ``session``, or the newest one.
+    """Route ``backward``, clipping and the prepared optimizers of this ``Accelerator`` through ``session``, or the newest one.
 
     ``accelerator.optimizer_step_was_skipped`` then reports its skipped steps, and ``save_state`` and ``load_state`` hold its loss
     scale. The accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
@@ -49,7 +49,7 @@ def attach(accelerator: Any, session: Session | None = None) -> None:
 
 
 def refuse_unfit(accelerator: Any) -> None:
-    """`ConfigurationError` for an accelerator that casts by itself, or that does more than DDP."""
+    """Raise `ConfigurationError` for an accelerator that casts by itself, or that shards (anything beyond DDP)."""
     if (precision := accelerator.mixed_precision) != "no":
         where = ""
         if os.environ.get(PRECISION_VARIABLE) == precision:
@@ -76,25 +76,25 @@ def _detach(accelerator: Any, scaler: GradScaler) -> None:
             holder.scaler = None
 
 
-def _ours(accelerator: Any) -> list[Any]:
+def _wrapped_optimizers(accelerator: Any) -> list[Any]:
     inner = [prepared.optimizer for prepared in accelerator._optimizers]
     return [optimizer for optimizer in inner if wrapper_of(optimizer) is not None]
 
 
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
     chosen = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
-    for one in _ours(accelerator) if optimizer is None else [getattr(one, "optimizer", one) for one in chosen]:
-        if not accelerator.scaler.is_unscaled(one):
-            accelerator.scaler.unscale_(one)
+    for x in _wrapped_optimizers(accelerator) if optimizer is None else [getattr(x, "optimizer", x) for x in chosen]:
+        if not accelerator.scaler.is_unscaled(x):
+            accelerator.scaler.unscale_(x)
 
 
 def _clip_grad_norm_(
     accelerator: Any, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
     accelerator.unscale_gradients()
-    return clipping.clip_norm(_ours(accelerator), parameters, max_norm, norm_type)
+    return clipping.clip_norm(_wrapped_optimizers(accelerator), parameters, max_norm, norm_type)
 
 
 def _clip_grad_value_(accelerator: Any, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     accelerator.unscale_gradients()
-    torch.nn.utils.clip_grad_value_(clipping.updated(_ours(accelerator), parameters), clip_value)
+    torch.nn.utils.clip_grad_value_(clipping.updated(_wrapped_optimizers(accelerator), parameters), clip_value)

@@ -18,14 +18,14 @@ Precision = framework("lightning.fabric", "lightning_fabric", install="lightning
 
 
 class AmpkitFabricPrecision(Precision):
-    """``fabric.backward(loss)`` is a `scale_loss` block over all optimizers of the newest session.
+    """A Fabric precision plugin: ``fabric.backward(loss)`` is a `scale_loss` block over all optimizers of the newest session.
 
-    The order is: ``ampkit.initialize(model, optimizer, ...)``, then ``fabric.setup(model, optimizer)``. ``clip_gradients``
+    Call ``ampkit.initialize(model, optimizer, ...)`` first, then ``fabric.setup(model, optimizer)``. ``clip_gradients``
     clips the gradients that the step uses. The loss scale is saved by ``ampkit.state_dict()``. ``backward`` raises
     `NotInitializedError` without a session.
     """
 
-    precision = "32-true"  # what Fabric is to do with dtypes by itself
+    precision = "32-true"  # Fabric itself casts nothing
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         session = current_session()

@@ -1,7 +1,7 @@
-"""A ``torch.amp.GradScaler`` over a session, for frameworks that own the training loop, and the state of one.
+"""A ``torch.amp.GradScaler`` over a session, for frameworks that own the training loop; and conversion of its state dict.
 
-Their loop (``scale``, ``backward``, ``unscale_``, ``step``, ``update``) then drives the session's loss scale in the place of
-`ampkit.scale_loss`.
+The framework's loop (``scale``, ``backward``, ``unscale_``, ``step``, ``update``) then drives the session's loss scale instead
+of `ampkit.scale_loss`.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class GradScaler(TorchGradScaler):
         super().__init__(device, enabled=False)  # torch's own scale is never used, and never allocated
         self._session = None if session is None else weakref.ref(session)
         self._loss_id = loss_id
-        self._found: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # in optimizers that are unscaled, by id
+        self._unscaled: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # of unscaled optimizers, by id
         self._stepped: set[int] = set()
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or an iterable of tensors, times the loss scale, for ``backward()``."""
+        """Multiply a tensor, or an iterable of tensors, by the loss scale, for ``backward()``."""
         if not isinstance(outputs, torch.Tensor):
             if not isinstance(outputs, Iterable):
                 raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, found {type(outputs).__name__}")
             scaled = [self.scale(output) for output in outputs]
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
         session = self._owner()
-        # What the backward pass adds to .grad, after this block, waits there at the scale.
+        # The backward pass runs after this block: its gradients stay scaled in .grad.
         with session.block(outputs, session.wrappers, self._scaler, delay_unscale=True) as scaled_loss:
             return scaled_loss
 
     def unscale_(self, optimizer: Any) -> None:
-        """Unscale the gradients of this optimizer, and look whether they are finite. Once before each ``step``."""
+        """Unscale the gradients of this optimizer, and check whether they are finite. Call it once before each ``step``."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step().")
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         wrapper, session = wrapper_of(optimizer), session_of(optimizer)
         if wrapper is None or session is None:
@@ -78,55 +78,55 @@ class GradScaler(TorchGradScaler):
                 f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its "
                 "gradients are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
             )
-        self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
+        self._unscaled[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 
     def is_unscaled(self, optimizer: Any) -> bool:
         """Whether `unscale_` has been called on this optimizer since the last ``update()``."""
-        return id(optimizer) in self._found
+        return id(optimizer) in self._unscaled
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
+        """Call ``optimizer.step(*args, **kwargs)`` if its gradients are finite; else skip the step and return None."""
         if kwargs.get("closure") is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update().")
-        if id(optimizer) not in self._found:
+        if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
-        wrapper, found = self._found[id(optimizer)]
+        wrapper, found_inf = self._unscaled[id(optimizer)]
         self._stepped.add(id(optimizer))
-        if found is not None and found.overflowed:
-            wrapper.findings.of_step = found
+        if found_inf is not None and found_inf.overflowed:
+            wrapper.findings.of_step = found_inf
             wrapper.end_step(skipped=True)
             return None
-        if found is not None:
-            wrapper.findings.mark_checked(found.flag)
+        if found_inf is not None:
+            wrapper.findings.mark_checked(found_inf.flag)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End the iteration: the scale backs off where an optimizer has met an overflow, and grows after enough that have not."""
-        unscaled, self._found, self._stepped = list(self._found.values()), {}, set()
+        """End the iteration: the loss scale backs off after an overflow, and grows after enough iterations without one."""
+        unscaled, self._unscaled, self._stepped = list(self._unscaled.values()), {}, set()
         if new_scale is not None:
             self._scaler.loss_scale = float(new_scale)
             return
-        found = [(wrapper, one) for wrapper, one in unscaled if one is not None]
-        if found:
-            self._owner().scaling.end_iteration(found, self._scaler)
+        checked = [(wrapper, found_inf) for wrapper, found_inf in unscaled if found_inf is not None]
+        if checked:
+            self._owner().scaling.end_iteration(checked, self._scaler)
 
     def get_scale(self) -> float:
-        """The loss scale as it is now. Waits for the device."""
+        """The current loss scale. Waits for the device."""
         return self._scaler.loss_scale
 
     def is_enabled(self) -> bool:
-        """Whether there is a session."""
+        """Whether there is a session that is enabled."""
         session = current_session() if self._session is None else self._session()
         return session is not None and session.plan.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: scale, factors, interval and counter."""
+        """The state dict in torch's format: scale, factors, interval and counter."""
         return _state_of(self._scaler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what this or torch's ``state_dict`` returned."""
+        """Load a state dict of this class or of torch's GradScaler."""
         _load(self._scaler, state_dict)
 
     def get_growth_factor(self) -> float:
@@ -181,7 +181,7 @@ def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
 
 
 def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
-    """Go on with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
+    """Continue with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
 
     The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
     GradScaler is empty and changes nothing.
@@ -199,27 +199,27 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 
 
 def _state_of(scaler: LossScaler) -> dict[str, float | int]:
-    """A loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
+    """The state of a loss scaler as ``torch.amp.GradScaler.load_state_dict`` accepts it."""
     return {
         "scale": scaler.loss_scale,
         "growth_factor": scaler.rule.growth_factor,
         "backoff_factor": scaler.rule.backoff_factor,
-        # It knows no static scale.
+        # GradScaler has no static scale.
         "growth_interval": scaler.rule.growth_interval if scaler.dynamic else 2**31 - 1,
         "_growth_tracker": scaler.unskipped,
     }
 
 
 def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
-    """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
+    """Load what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which the scale changes."""
     missing = [name for name in _KEYS if name not in state]
     if missing:
         raise CheckpointError(
             f"A GradScaler's state must have {', '.join(map(repr, _KEYS))}; found {', '.join(map(repr, state))}. Pass what "
             "torch.amp.GradScaler.state_dict() returned."
         )
-    entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
-    validate_scaler_state(entry)
+    scaler_state = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+    validate_scaler_state(scaler_state)
     if scaler.dynamic:
         rule = replace(
             scaler.rule,
@@ -227,9 +227,9 @@ def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
             backoff_factor=float(state["backoff_factor"]),
             growth_interval=int(state["growth_interval"]),
         )
-        # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
+        # A GradScaler has no minimum: its scale is taken over exactly, and lowers the minimum if it is below it.
         scaler.change_rule(rule, min_loss_scale=min(scaler.min_loss_scale, float(state["scale"])))
-    scaler.load_state_dict(entry)
+    scaler.load_state_dict(scaler_state)
 
 
 def _newest_scaler(loss_id: int) -> LossScaler:

@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(plugins=AmpkitPrecision("O2"))``.
+"""Lightning's precision plugin: ``Trainer(plugins=AmpkitPrecision("O2"))``.
 
 Works with ``lightning`` and with ``pytorch_lightning``: import the one that you use before this module.
 """
@@ -25,7 +25,7 @@ WeightAveraging: Any = getattr(_lightning.callbacks, "WeightAveraging", ())  # s
 
 
 class AmpkitPrecision(Precision):
-    """Trains at an opt level; takes the settings of `ampkit.initialize` as keywords.
+    """A precision plugin that trains at an opt level; it takes the settings of `ampkit.initialize` as keywords.
 
     The session begins when Lightning has set up model and optimizers, and ends with its ``fit`` (``validate``, ...). Every
     backward pass is a `scale_loss` block over all optimizers. The Trainer's ``gradient_clip_val``, ``accumulate_grad_batches`` and
@@ -46,7 +46,7 @@ class AmpkitPrecision(Precision):
         initialize(module, optimizers, **self._settings)
         self._session = session_of(module)
         if self._session.incoming.dtypes_of(module):
-            # Lightning has loaded the file of ckpt_path= before, and a model in bfloat16 has rounded it.
+            # Lightning has already loaded the file of ckpt_path=, and a model in bfloat16 has rounded its weights.
             checkpoint = module.trainer._checkpoint_connector._loaded_checkpoint
             if checkpoint:
                 module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
@@ -69,7 +69,7 @@ class AmpkitPrecision(Precision):
                 "AmpkitPrecision runs in a Trainer, which connects it to model and optimizers. For Fabric use "
                 "ampkit.integrations.fabric.AmpkitFabricPrecision."
             )
-        # A step may call parts of the module, and not its forward.
+        # A training step may call submodules without calling forward of the module.
         _before_forward(self._module)
         yield
 
@@ -78,7 +78,7 @@ class AmpkitPrecision(Precision):
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        if isinstance(optimizer, torch.optim.LBFGS):  # it evaluates the closure more than once
+        if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS evaluates the closure more than once
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
@@ -103,19 +103,19 @@ class AmpkitPrecision(Precision):
     def teardown(self) -> None:
         if self._session is None:
             return
-        self.state_dict()  # a checkpoint may be saved after fit
+        self.state_dict()  # a checkpoint may be saved after fit, from self._state
         device = next((param.device for param in self._module.parameters()), None)
         self._session.close()
         self._session = None
         if device is not None:
-            self._module.to(device)  # Lightning has moved it
+            self._module.to(device)  # back to the device that Lightning moved it to
 
 
 def _average_float32(callback: Any, session: Session) -> None:
-    """Have Lightning's `WeightAveraging` exchange float32 values with the model (at O3, which has none, rounded ones).
+    """Patch Lightning's `WeightAveraging` to exchange float32 values with the model (at O3, which has none, rounded ones).
 
-    It writes to the model's lower-precision weights through ``.data``: the average would be rounded to them at each validation, and
-    lost when training ends.
+    The callback itself writes to lower-precision weights through ``.data``. That would round the average at each validation, and
+    lose it when training ends.
     """
     if not isinstance(callback, WeightAveraging):
         return

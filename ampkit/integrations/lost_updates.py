@@ -1,6 +1,6 @@
-"""`LostUpdates`: the share of updates that rounding loses, logged beside the loss; for any loop, at a level or without one.
+"""`LostUpdates`: the share of updates that rounding loses, logged beside the loss; for any loop, with or without a session.
 
-It is `ampkit.check_updates` by samples: the same counts, of some elements, at every step. It takes any optimizer.
+It samples what `ampkit.check_updates` counts in full: some elements, at every step. It takes any optimizer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..insight.around_step import Named, named_params
 from ..insight.updates import UpdateCheck, Weights
 from ..registry import unwrapped, wrapper_of
 
-#: Elements of a parameter that are looked at, the share of the time that this may take, and the number of parameters in the first
-#: step, before it is known what one costs.
+#: Elements of a parameter that are sampled, the share of the time that sampling may take, and the number of parameters in the first
+#: step, when the cost of one parameter is not yet known.
 SAMPLE, BUDGET, FIRST = 2**11, 0.02, 1
 _FRAMEWORKS = (
     ("transformers", "TrainerCallback"),
@@ -28,7 +28,7 @@ _BASES = tuple(base for name, kind in _FRAMEWORKS if (base := getattr(sys.module
 
 
 class _Samples(UpdateCheck):
-    """Looks at some parameters in each step, in turn, as many as fit into the budget."""
+    """An `UpdateCheck` that samples some parameters in each step, in turn: as many as fit into the time budget."""
 
     def __init__(self, optimizer: Any, every: int, share: float, log: Callable[[dict[str, float]], Any]) -> None:
         self._log, self._named, self._next = log, list[Named](), 0
@@ -41,7 +41,7 @@ class _Samples(UpdateCheck):
             self._named = list(named_params(self.optimizer))
         self._seen += 1
         number = min(FIRST, len(self._named))
-        if self._cost:  # seconds of a parameter; a step may have too little time for one, and leaves it to the next
+        if self._cost:  # seconds per parameter; a step without time for one leaves its time to the next
             self._budget = min(self._budget + BUDGET * (begun - self._begun), self._cost * len(self._named))
             number = int(self._budget / self._cost)
             self._budget -= number * self._cost
@@ -54,22 +54,22 @@ class _Samples(UpdateCheck):
     @torch.no_grad()
     def after(self) -> None:
         begun = perf_counter()
-        found = self._weights.counts() if self._weights is not None else {}
-        # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
+        counts = self._weights.counts() if self._weights is not None else {}
+        # torch.amp.GradScaler sets this flag; torch's fused optimizers then skip the step on the device.
         flag = getattr(self.optimizer, "found_inf", None)
         if (wrapper := wrapper_of(self.optimizer)) is not None:
             flag = None if (found_inf := wrapper.findings.of_step) is None else found_inf.flag
         if flag is not None:
-            found = {name: tuple(one * _is_taken(flag, one) for one in counts) for name, counts in found.items()}
-        self._count(found)
-        if found:
-            self._cost = (self._spent + perf_counter() - begun) / len(found)
+            counts = {name: tuple(x * _is_taken(flag, x) for x in pair) for name, pair in counts.items()}
+        self._count(counts)
+        if counts:
+            self._cost = (self._spent + perf_counter() - begun) / len(counts)
         self._weights = None
         if self._seen == 5 or self._seen % self._every == 0:
             self.report()
 
     def report(self) -> None:
-        """Log, and warn once. Waits for the device."""
+        """Log the shares, and warn once. Waits for the device."""
         if self._lost:
             self._log({"ampkit/lost_updates": self.share, "ampkit/lost_updates_worst": max(self.shares.values())})
             if not self._has_told:
@@ -77,7 +77,7 @@ class _Samples(UpdateCheck):
 
     @property
     def share(self) -> float:
-        """Of all updates that were looked at, each tensor's by its size."""
+        """The share of sampled updates that were lost, with each parameter weighted by its size."""
         sizes = {name: param.numel() for name, param, _ in self._named}
         shares = self.shares
         return sum(shares[name] * sizes.get(name, 0) for name in shares) / max(
@@ -86,15 +86,15 @@ class _Samples(UpdateCheck):
 
 
 def _is_taken(flag: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """1 where a step was taken, 0 where it was skipped, by a flag that may be on another device."""
+    """Return 1 if the step was taken, 0 if it was skipped, on the device and in the dtype of ``beside``."""
     return (flag == 0).to(beside)
 
 
 class LostUpdates(*_BASES):  # type: ignore[misc]
-    """Logs ``ampkit/lost_updates``, the share of updates that rounding ate, and warns of tensors that lose more than ``share``.
+    """A monitor of the share of updates that rounding loses; it warns of tensors that lose more than ``share``.
 
-    Logged are the share of all and that of the worst tensor, after five steps and at every ``every``-th. It looks at samples, a
-    few parameters in turn, for 2% of the time and some 30 microseconds a step.
+    It logs ``ampkit/lost_updates`` (all tensors) and ``ampkit/lost_updates_worst`` after five steps and at every ``every``-th. It
+    samples a few parameters in turn, for 2% of the time and some 30 microseconds a step.
 
     >>> with LostUpdates(optimizer) as lost:                        # a loop; lost.share, and lost.shares by name
     ...     train()
@@ -123,21 +123,21 @@ class LostUpdates(*_BASES):  # type: ignore[misc]
 
     def _begin(self, *optimizers: Any, log: Callable[[dict[str, float]], Any] | None = None) -> None:
         self.remove()
-        self.checks = [_Samples(unwrapped(one), self._every, self._share, log or self._log) for one in optimizers]
+        self.checks = [_Samples(unwrapped(x), self._every, self._share, log or self._log) for x in optimizers]
 
     def remove(self) -> None:
-        """Look at no further step. What was found stays."""
+        """Stop observing steps. The shares so far stay available."""
         for check in self.checks:
             check.remove()
 
     @property
     def shares(self) -> dict[str, float]:
-        """By name. Waits for the device."""
+        """The share of lost updates of each tensor, by name. Waits for the device."""
         return {name: share for check in self.checks for name, share in check.shares.items()}
 
     @property
     def share(self) -> float:
-        """Of all; of several optimizers the mean. Waits for the device."""
+        """The share of lost updates of all tensors; with several optimizers their mean. Waits for the device."""
         return sum(check.share for check in self.checks) / max(1, len(self.checks))
 
     def __enter__(self) -> LostUpdates:
@@ -156,7 +156,7 @@ class LostUpdates(*_BASES):  # type: ignore[misc]
             return lambda *args, **kwargs: None
         raise AttributeError(name)
 
-    # transformers, and Lightning where it begins and ends
+    # Events of transformers and of Lightning
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if optimizer is not None:

@@ -1,4 +1,4 @@
-"""TensorBoard: the loss scale, skipped steps and the norm of unscaled gradients, by `ampkit.on_step`."""
+"""TensorBoard scalars: the loss scale, skipped steps and the norm of unscaled gradients, from `ampkit.on_step`."""
 
 from __future__ import annotations
 

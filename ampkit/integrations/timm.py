@@ -1,4 +1,4 @@
-"""timm: ``loss_scaler = NativeScaler()`` in the place of ``timm.utils.NativeScaler()``, after `ampkit.initialize`."""
+"""timm's scaler: ``loss_scaler = NativeScaler()`` instead of ``timm.utils.NativeScaler()``, after `ampkit.initialize`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .grad_scaler import from_grad_scaler, to_grad_scaler
 
 
 class NativeScaler:
-    """timm's interface over `scale_loss`: one call is backward, clipping and step.
+    """A loss scaler with timm's interface over `scale_loss`: one call does backward, clipping and step.
 
     ``need_update=False`` adds a micro-batch. ``state_dict`` has timm's format, so that each reads the checkpoints of the other, and
     holds the newest session's scale. A call raises what `scale_loss` raises.
@@ -22,7 +22,7 @@ class NativeScaler:
     state_dict_key = "amp_scaler"
 
     def __init__(self, device: str | None = None) -> None:
-        """``device`` is accepted for timm's sake, and unused."""
+        """Accept timm's ``device``, which is unused."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""transformers' Trainer: a class to put in front of it, or in front of any class derived from it."""
+"""A mixin for transformers' Trainer, or for any class derived from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .accelerate import PRECISION_VARIABLE, attach, refuse_unfit
 
 
 class AmpkitMixin:
-    """``class O2Trainer(AmpkitMixin, Trainer): ampkit_settings = {"opt_level": "O2"}``.
+    """A mixin for Trainer: ``class O2Trainer(AmpkitMixin, Trainer): ampkit_settings = {"opt_level": "O2"}``.
 
     ``ampkit_settings`` are those of `ampkit.initialize`, which is called once the Trainer has its optimizer. The session goes on
     after ``train()``, so that ``evaluate`` computes alike; `ampkit.close` ends it. Leave out ``fp16=`` and ``bf16=``.
@@ -39,19 +39,19 @@ class AmpkitMixin:
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """What an earlier ``TrainingArguments(bf16=True)`` has left in the environment is no wish of this Trainer's."""
-        left = os.environ.get(PRECISION_VARIABLE, "no")
-        if left == "no" or self.args.bf16 or self.args.fp16:
+        """Ignore the precision that an earlier ``TrainingArguments(bf16=True)`` has left in the environment."""
+        precision = os.environ.get(PRECISION_VARIABLE, "no")
+        if precision == "no" or self.args.bf16 or self.args.fp16:
             return super().create_accelerator_and_postprocess()
         logger.warning(
             "%s=%s stands in the environment: an earlier TrainingArguments(%s=True) or accelerate launch has set it. %s goes by "
             "its ampkit_settings alone.",
             PRECISION_VARIABLE,
-            left,
-            left,
+            precision,
+            precision,
             type(self).__name__,
         )
-        if hasattr(self.args, "mixed_precision"):  # transformers 5 reads the environment there
+        if hasattr(self.args, "mixed_precision"):  # transformers 5 has read the environment into it
             self.args.mixed_precision = "no"
         with mock.patch.dict(os.environ, {PRECISION_VARIABLE: "no"}):
             super().create_accelerator_and_postprocess()
@@ -67,7 +67,7 @@ class AmpkitMixin:
         return optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Comes after `create_optimizer`. The Trainer has loaded the weights before, and a model in bfloat16 has rounded them."""
+        """Load the weights again after `create_optimizer`: the Trainer loaded them before, and a model in bfloat16 rounded them."""
         session = session_of(self.model)
         if checkpoint is not None and session is not None and session.incoming.dtypes_of(self.model):
             self._load_from_checkpoint(checkpoint, self.model)
@@ -75,7 +75,7 @@ class AmpkitMixin:
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         super().save_model(output_dir, *args, **kwargs)
-        # transformers 5 loads weights in the dtype that config.json names: that of the model, where these are float32.
+        # transformers 5 loads weights in the dtype of config.json: the model's, although the saved weights are float32.
         config, session = getattr(self.model, "config", None), session_of(self.model)
         if session is not None and self.args.should_save and getattr(config, "dtype", None) is not None:
             config.dtype = "float32"

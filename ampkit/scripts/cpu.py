@@ -1,9 +1,9 @@
-"""``run --device cpu``: CUDA calls of a script land on the CPU, for a check on a machine without a GPU.
+"""The option ``run --device cpu``: CUDA calls of a script run on the CPU, for a check on a machine without a GPU.
 
-`in_place_of_cuda` patches what names CUDA: the functions of ``torch.cuda``, the ``.cuda()`` methods, the tensor types, the
-wrappers and process groups that want GPUs. Devices given as arguments are seen by a mode around torch's functions, since
-``torch.device`` cannot be patched. What scripts decide by answers as on a GPU: the names of types (``torch.cuda.FloatTensor``),
-``torch.device("cuda").type``, and ``is_cuda`` and ``device`` of tensors; torch and ampkit themselves are told the truth.
+`in_place_of_cuda` patches the functions of ``torch.cuda``, the ``.cuda()`` methods, the tensor types, and wrappers and process
+groups that need GPUs. ``torch.device`` cannot be patched: a mode around torch's functions maps devices among their arguments.
+A script reads the same as on a GPU: names of types (``torch.cuda.FloatTensor``), ``torch.device("cuda").type``, and ``is_cuda``
+and ``device`` of tensors. torch and ampkit themselves read the true values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TYPES = [f"{name}Tensor" for name in "Float Double Half BFloat16 Byte Char Shor
 
 @contextmanager
 def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
-    """Inside, CUDA is the CPU; one line on standard error says so. bfloat16 is the lower precision unless one is chosen."""
+    """Replace CUDA by the CPU inside the block, and print a line on standard error. The lower precision defaults to bfloat16."""
     precision = os.environ.get(LOWER_PRECISION_VARIABLE) or "bfloat16"
     if not silent and is_rank_zero():
         slow = f" This processor has no instructions for {precision}: it takes ten to a hundred times as long as float32 (O0)."
@@ -48,7 +48,7 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # It makes tables of torch's functions; every optimizer imports it anyway.
+        # It builds tables of torch's functions, before they are patched; every optimizer imports it anyway.
         importlib.import_module("torch._dynamo")
     devices, default_dtype = _DevicesToCPU(), torch.get_default_dtype()
     with variable(LOWER_PRECISION_VARIABLE, precision), ExitStack() as stack:
@@ -62,11 +62,11 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
 
 
 class _DevicesToCPU(TorchFunctionMode):
-    """Every torch function and tensor method is called with the CPU where it was given a CUDA device."""
+    """A mode that replaces CUDA devices by the CPU in the arguments of every torch function and tensor method."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.device:  # scripts ask for its type; where it is used, it is mapped
+        if func is torch.device:  # scripts read its type; it is mapped where it is used
             return func(*args, **kwargs)
         kwargs = {key: _to_cpu(value, key == "device") for key, value in kwargs.items()}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -97,13 +97,13 @@ def _cuda_name(name: Any) -> Any:
 
 
 def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
-    """(object, attribute, what stands there instead), for everything."""
+    """Yield (object, attribute, replacement) for everything that is patched."""
     yield torch.Tensor, "is_cuda", property(_is_cuda)
     yield torch.Tensor, "device", property(_device)
     yield torch.autograd, "_engine_run_backward", _with_hooks_under(devices, torch.autograd._engine_run_backward)
     for name, value in {**_cuda_functions(), **{name: getattr(torch, name) for name in _TYPES}}.items():
         yield torch.cuda, name, value
-    # torch's optimizers ask it for a stream where CUDA says that it is available.
+    # torch's optimizers ask it for a stream if CUDA is available.
     yield torch.accelerator, "current_accelerator", _constant(None)
     yield torch.accelerator, "is_available", _constant(False)
     packed, storages = nn.utils.rnn.PackedSequence, (torch.UntypedStorage, torch.storage.TypedStorage)
@@ -116,7 +116,7 @@ def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
     for name in ("set_default_device", "set_default_tensor_type"):
         yield torch, name, _mapped(getattr(torch, name))
     yield torch, "Generator", _Generator
-    for module in (nn, nn.modules.batchnorm):  # not nn.modules, where DDP finds the class that it refuses on the CPU
+    for module in (nn, nn.modules.batchnorm):  # not nn.modules: there DDP looks up the class that it refuses on the CPU
         yield module, "SyncBatchNorm", _SyncBatchNorm
     yield torch.autocast, "__init__", _mapped(torch.autocast.__init__)
     yield nn.parallel.DistributedDataParallel, "__init__", _ddp_init(nn.parallel.DistributedDataParallel.__init__)
@@ -130,7 +130,7 @@ def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _asks_for_a_script() -> bool:
-    """Whether the code that reads an attribute, two frames up, is neither torch's nor ours."""
+    """Whether the code that reads an attribute, two frames up, is neither torch's nor ampkit's."""
     return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ampkit", "apex")
 
 
@@ -144,14 +144,14 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 def _device(tensor: torch.Tensor) -> torch.device:
     device = _device_in_truth(tensor)
-    # In a thread that the mode is not on in, a CUDA device would reach torch.
+    # In a thread where the mode is off, a CUDA device would reach torch.
     if device.type == "cpu" and _asks_for_a_script() and torch._C._len_torch_function_stack():
         return torch.device("cuda", 0)
     return device
 
 
 def _with_hooks_under(devices: _DevicesToCPU, original: Callable) -> Callable:
-    """``Tensor.backward`` is a torch function, in which the mode is off; hooks and functions of the script must find it on."""
+    """Wrap autograd's engine to switch the mode on: it is off inside ``Tensor.backward``, but the script's hooks need it."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def _with_hooks_under(devices: _DevicesToCPU, original: Callable) -> Callable:
 
 
 class _SyncBatchNorm(SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm``, which is for CUDA alone, under its name."""
+    """ampkit's SyncBatchNorm under the name of ``torch.nn.SyncBatchNorm``, which is for CUDA alone."""
 
     convert_sync_batchnorm = classmethod(nn.SyncBatchNorm.convert_sync_batchnorm.__func__)
 
@@ -177,7 +177,7 @@ def _returns_self(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mapped(function: Callable, index_at: int | None = None) -> Callable:
-    """``function`` with CUDA devices and types among its arguments mapped; a number at ``index_at`` is a device's."""
+    """Wrap ``function``: CUDA devices and types in its arguments are mapped, and an integer at ``index_at`` is a device."""
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def _mapped(function: Callable, index_at: int | None = None) -> Callable:
 def _load(original: Callable) -> Callable:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not callable(map_location):  # what was saved on a GPU is wanted here, wherever it shall go
+        if not callable(map_location):  # tensors saved on a GPU are loaded to the CPU, whatever the script asks for
             map_location = "cpu"
         return original(f, map_location, *args, **kwargs)
 
@@ -231,7 +231,7 @@ def _on_gloo(original: Callable) -> Callable:
 
 
 class _Generator(torch.Generator):
-    """``torch.Generator`` of any device, on the CPU."""
+    """A ``torch.Generator`` on the CPU, whatever device is named."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, _to_cpu(device, index_is_device=True))
@@ -245,13 +245,13 @@ def _constant(value: Any) -> Callable:
 
 
 class _Context:
-    """``torch.cuda.device`` and ``torch.cuda.stream``, whatever is named: entered and left without effect."""
+    """A replacement for ``torch.cuda.device`` and ``torch.cuda.stream`` that does nothing, whatever is named."""
 
     __init__ = __enter__ = __exit__ = _constant(None)
 
 
 class _Event:
-    """``torch.cuda.Event`` by the clock: work on the CPU is done when the call returns."""
+    """A ``torch.cuda.Event`` that reads the clock: work on the CPU is done when the call returns."""
 
     wait = synchronize = _constant(None)
     query = _constant(True)
@@ -267,7 +267,7 @@ class _Event:
 
 
 class _Stream:
-    """``torch.cuda.Stream``: there is one, and it is done."""
+    """A ``torch.cuda.Stream`` whose work is always done."""
 
     cuda_stream = 0
     device = torch.device("cpu")

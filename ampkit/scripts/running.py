@@ -1,7 +1,7 @@
-"""Runs a script or module as ``__main__``, for ``ampkit run`` and the tools that observe; everything is undone when it ends.
+"""Run a script or module as ``__main__``, for ``ampkit run`` and the tools that observe; everything is undone when it ends.
 
-What was asked for also stands in an environment variable, so that processes that the script spawns (``mp.spawn``, a
-DataLoader with ``spawn``) are set up alike when they import the script again: see spawned.py.
+The options are also stored in an environment variable. Processes that the script spawns (``mp.spawn``, a DataLoader with
+``spawn``) read it when they import the script again, and are set up alike: see spawned.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _until_exit = ExitStack()
 
 @dataclass(frozen=True)
 class Run:
-    """What to run, and how."""
+    """A script or module to run, and its options."""
 
     target: str
     is_module: bool = False
@@ -67,7 +67,7 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> None:
-    """The options of ``run``, and the script with its arguments; a tool that ``observes`` has to be told to install the drop-in."""
+    """Add the options of ``run``, the script and its arguments. A tool that ``observes`` installs the drop-in on ``--apex``."""
     parser.set_defaults(apex=not observes)
     if observes:
         parser.add_argument(
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> No
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Run what the command line says, as Python would have run it. The script's exit is ours."""
+    """Run the script of the command line as Python would run it. If the script exits, ampkit exits with its code."""
     if arguments.local_rank is not None:
         arguments.arguments.insert(0, f"--local-rank={arguments.local_rank}")
     run = Run(
@@ -114,7 +114,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 
 def execute_as_main(run: Run, arguments: Sequence[str], command: str = "run") -> None:
-    """`execute`, for a process that has nothing else to do: an exception is shown as plain Python would have shown it."""
+    """Call `execute` in a process that does nothing else; exceptions are printed as plain Python prints them."""
     try:
         execute(run, arguments)
     except BaseException as error:
@@ -122,12 +122,12 @@ def execute_as_main(run: Run, arguments: Sequence[str], command: str = "run") ->
             error.add_note(PICKLES_REFUSED)
         if run.device is None and str(error).startswith(NO_CUDA):
             error.add_note(RUNS_ON_THE_CPU.replace("ampkit run", f"ampkit {command}"))
-        _show_without_our_frames(error)
+        _hide_our_frames(error)
         raise
 
 
 def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the script as ``__main__`` and return its names. torch, sys and the environment are left as they were."""
+    """Run the script as ``__main__`` and return its globals. torch, sys and the environment are restored afterwards."""
     with ExitStack() as stack:
         stack.enter_context(_interpreter_state())
         stack.enter_context(set_up(run))
@@ -144,7 +144,7 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def set_up(run: Run, is_child: bool = False) -> Iterator[None]:
-    """What scripts of old expect of torch and of a launcher, and the CPU in place of CUDA where that is wanted."""
+    """Patch torch and argparse for old scripts and launchers, and replace CUDA by the CPU if the run asks for it."""
     with ExitStack() as stack:
         if run.around is not None:
             stack.enter_context(pkgutil.resolve_name(run.around)(run, is_child))
@@ -163,7 +163,7 @@ def set_up(run: Run, is_child: bool = False) -> Iterator[None]:
 
 
 def _with_local_rank(original: Callable) -> Callable:
-    """Launchers of 2019 passed ``--local_rank``, those of today set ``LOCAL_RANK``: the default of the script's option is that."""
+    """Wrap ``parse_known_args``: ``LOCAL_RANK``, as launchers set it now, is the default of a script's ``--local_rank``."""
 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _with_local_rank(original: Callable) -> Callable:
 
 
 def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | None) -> dict[str, Any]:
-    """Execute a script in ``names``, which are those of a module."""
+    """Execute a script with ``names``, the globals of a module, and return them."""
     names.update(
         __file__=path,
         __builtins__=__builtins__,
@@ -190,7 +190,7 @@ def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | 
 
 
 class _MainSpec(importlib.machinery.ModuleSpec):
-    """The spec of the main module: spawned processes import it by this name, and are set up that way."""
+    """The spec of the main module. Spawned processes import it by the name `SPAWNED`, which sets them up."""
 
     def __init__(self, path: str, package: str | None) -> None:
         super().__init__(SPAWNED, None, origin=path)
@@ -202,9 +202,9 @@ class _MainSpec(importlib.machinery.ModuleSpec):
 
 
 def resume_in_child(names: dict[str, Any]) -> None:
-    """In a process that the script spawned: the same set-up, for good, and the script's names."""
+    """Set up a process that the script spawned until it exits, and fill ``names`` by executing the script."""
     run = Run(**json.loads(os.environ[VARIABLE]))
-    atexit.register(_until_exit.close)  # while torch and the import system are still there
+    atexit.register(_until_exit.close)  # before torch and the import system are torn down
     _until_exit.enter_context(set_up(run, is_child=True))
     path, code = _find(run)
     fill(names, path, code, _package_of(run))
@@ -214,7 +214,7 @@ def _find(run: Run) -> tuple[str, types.CodeType]:
     if not run.is_module:
         if os.path.isdir(run.target):
             run = replace(run, target=os.path.join(run.target, "__main__.py"))
-        path = os.path.abspath(run.target)  # as in __file__ and in tracebacks of plain Python
+        path = os.path.abspath(run.target)  # plain Python has it so in __file__ and in tracebacks
         with open(path, "rb") as file:
             return path, compile(file.read(), path, "exec", dont_inherit=True)
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -237,21 +237,21 @@ def _package_of(run: Run) -> str | None:
     return name if spec is not None and spec.submodule_search_locations is not None else name.rpartition(".")[0]
 
 
-def _show_without_our_frames(error: BaseException) -> None:
-    """Have the interpreter print a traceback that begins in the script, by whatever hook the script has set."""
+def _hide_our_frames(error: BaseException) -> None:
+    """Wrap ``sys.excepthook``, or the script's own hook, so that the traceback printed for this error begins in the script."""
     hook = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
         if value is error:
-            traceback = _part_of_the_script(traceback)
-            value.__traceback__ = traceback  # Python's own hook looks here
+            traceback = _script_traceback(traceback)
+            value.__traceback__ = traceback  # Python's own hook prints this one
         hook(kind, value, traceback)
 
     sys.excepthook = show
 
 
-def _part_of_the_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """What lies below our frames; nothing of it where the script could not be compiled, as plain Python has it."""
+def _script_traceback(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without ampkit's frames: None if the script could not be compiled, unchanged if it had not begun."""
     frame = traceback
     while frame is not None and frame.tb_frame.f_code not in (fill.__code__, _find.__code__):
         frame = frame.tb_next
@@ -265,7 +265,7 @@ def _part_of_the_script(traceback: types.TracebackType | None) -> types.Tracebac
 
 @contextmanager
 def _pickles_allowed(silent: bool = False) -> Iterator[None]:
-    """Inside, ``torch.load`` unpickles anything unless it is told ``weights_only``; one line on standard error says so."""
+    """Let ``torch.load`` unpickle anything inside, unless ``weights_only`` is passed. Prints a line on standard error."""
     if not silent and is_rank_zero():
         print(
             "ampkit: --allow-pickle: torch.load unpickles any object, and a file may run code of its own when it is loaded. "
@@ -279,7 +279,7 @@ def _pickles_allowed(silent: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _interpreter_state() -> Iterator[None]:
-    """What a script changes by being run."""
+    """Restore ``sys.argv``, ``sys.path`` and ``sys.modules["__main__"]`` after the block."""
     argv, path, main = list(sys.argv), list(sys.path), sys.modules.get("__main__")
     try:
         yield

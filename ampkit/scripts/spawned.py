@@ -1,7 +1,7 @@
-"""What a process spawned by a script under ``python -m ampkit run`` imports as its main module: the script, once more.
+"""The main module of processes that a script under ``python -m ampkit run`` spawns: importing it executes the script again.
 
-Running it as a module (``python -m ampkit.scripts.spawned``, as launchers do that start the main module again by its name) runs
-the script.
+Running it as a module (``python -m ampkit.scripts.spawned``) runs the script. Some launchers start the main module so, by its
+name.
 """
 
 import sys

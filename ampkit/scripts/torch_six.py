@@ -1,4 +1,4 @@
-"""``torch._six``, which torch had until 2.0: `python -m ampkit run` lends it to scripts of that time, such as Swin's."""
+"""A copy of ``torch._six``, removed in torch 2.0: ``python -m ampkit run`` provides it to older scripts, such as Swin's."""
 
 import collections.abc
 import math

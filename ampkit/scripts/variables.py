@@ -1,4 +1,4 @@
-"""Variables of the environment, which processes that a script spawns inherit."""
+"""Environment variables, which processes that a script spawns inherit."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Set inside, and afterwards as it was."""
-    before = os.environ.get(name)
+    """Set an environment variable inside the block, and restore it afterwards."""
+    original = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
         os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+        if original is not None:
+            os.environ[name] = original

@@ -1,1 +1,1 @@
-"""`ampkit.recording`: what each line of a script computes in, why, and what it costs."""
+"""`ampkit.recording`: the dtype in which each line of a script computes, the reason, and the cost."""

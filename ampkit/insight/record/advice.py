@@ -1,4 +1,4 @@
-"""What to change in a script, by what was recorded of it: each rule looks for one finding, and says what to write instead."""
+"""Advice from a recording of a script: each rule looks for one kind of finding, and gives the code to write instead."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import torch
 from ...devices import computes_slowly_in
 from .data import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Rows
 
-#: Shares below this are no finding.
+#: Findings with smaller shares are left out.
 _LEAST = 0.01
 _READS, _MANY_READS = ("item", "tolist"), 2
 
 
 def advise(record: Rows) -> list[Advice]:
-    found = [advice for rule in _RULES for advice in rule(record)]
-    return sorted(found, key=lambda advice: -advice.gain)
+    advice_list = [advice for rule in _RULES for advice in rule(record)]
+    return sorted(advice_list, key=lambda advice: -advice.gain)
 
 
 def _float32_products(record: Rows) -> Iterator[Advice]:
     rows = [row for row in record.calls if row.flops and row.dtype is torch.float32]
     share = sum(map(record.share_of_flops, rows))
-    if computes_slowly_in(record.lower_precision or torch.bfloat16):  # float32 is the fastest
+    if computes_slowly_in(record.lower_precision or torch.bfloat16):  # then float32 is the fastest
         return
     if record.lower_precision is None and share > _LEAST:
         change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
         has_float64 = any(row.flops and row.dtype is torch.float64 for row in record.calls)
-        found = "every matrix product computes in float32" + " or float64" * has_float64
-        yield Advice(share / 2, "", found, change)
+        finding = "every matrix product computes in float32" + " or float64" * has_float64
+        yield Advice(share / 2, "", finding, change)
         return
-    for (function, reason), own in _alike(rows, lambda row: (row.function, _forward_reason(record, row))):
-        share = sum(map(record.share_of_flops, own))
+    for (function, reason), alike in _grouped(rows, lambda row: (row.function, _forward_reason(record, row))):
+        share = sum(map(record.share_of_flops, alike))
         if share >= _LEAST:
-            sites = list(dict.fromkeys(row.site for row in own))
+            sites = list(dict.fromkeys(row.site for row in alike))
             lines = f" at {len(sites)} lines" if len(sites) > 1 else ""
-            found = f"{function} computes in float32{lines} ({share:.0%} of FLOPs): {reason}"
-            gain = sum(map(record.share_of_time, own)) / 2
-            yield Advice(gain, sites[0], found, _instead_of_float32(function, reason))
+            finding = f"{function} computes in float32{lines} ({share:.0%} of FLOPs): {reason}"
+            gain = sum(map(record.share_of_time, alike)) / 2
+            yield Advice(gain, sites[0], finding, _instead_of_float32(function, reason))
 
 
 def _forward_reason(record: Rows, row: CallRow) -> str:
-    """Why, without the dtype: of the forward pass, where a function at a line was recorded in it."""
+    """Return the reason of a row without the dtype; that of the forward row, if the function at the line has one."""
     at = row.site, row.function
-    forward = (one for one in record.calls if one.phase == FORWARD and (one.site, one.function) == at)
+    forward = (x for x in record.calls if x.phase == FORWARD and (x.site, x.function) == at)
     return next(forward, row).reason.partition(": ")[2]
 
 
@@ -67,7 +67,7 @@ def _instead_of_float32(function: str, reason: str) -> str:
 
 def _shapes(record: Rows) -> Iterator[Advice]:
     odd = [row for row in record.calls if "no multiple of" in row.tensor_cores and not computes_slowly_in(row.dtype)]
-    for (site, function, module), rows in _alike(odd, lambda row: (row.site, row.function, row.module)):
+    for (site, function, module), rows in _grouped(odd, lambda row: (row.site, row.function, row.module)):
         share = sum(map(record.share_of_flops, rows))
         if share >= _LEAST:
             row = next((row for row in rows if row.phase == FORWARD), rows[0])
@@ -81,18 +81,18 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     often = [cast for cast in record.casts if cast[1] > 1.5]
     if often:
         name, number, _ = max(often, key=lambda cast: cast[1] * cast[2])
-        # Half of them could be left out.
+        # Half of these casts could be saved.
         size = sum(number * bytes_of_one for _, number, bytes_of_one in often) * record.iterations / 2
         written, took = (sum(getattr(row, name) for row in record.calls) for name in ("bytes_cast", "cast_seconds"))
-        found = f"{len(often)} weights are cast more than once an iteration ({name!r} {number:.0f} times)"
+        finding = f"{len(often)} weights are cast more than once an iteration ({name!r} {number:.0f} times)"
         change = 'ampkit.keep_casts(model) around the calls casts them once; "O2" stores them in lower precision'
-        yield Advice(min(1.0, size / max(1, written)) * took / max(record.seconds, 1e-9), "", found, change)
+        yield Advice(min(1.0, size / max(1, written)) * took / max(record.seconds, 1e-9), "", finding, change)
 
 
 def _float64(record: Rows) -> Iterator[Advice]:
-    own = [row for row in record.calls if row.phase != STEP and row.function not in (AMPKIT, GRAD_SCALER)]
-    exact = [row for row in own if row.dtype is torch.float64]
-    for site, rows in _alike(exact, lambda row: row.site):
+    of_script = [row for row in record.calls if row.phase != STEP and row.function not in (AMPKIT, GRAD_SCALER)]
+    exact = [row for row in of_script if row.dtype is torch.float64]
+    for site, rows in _grouped(exact, lambda row: row.site):
         share = sum(map(record.share_of_time, rows))
         if max(share, sum(map(record.share_of_flops, rows))) >= _LEAST:
             first = next((row for row in rows if row.phase == FORWARD), rows[0])
@@ -104,19 +104,19 @@ def _float64(record: Rows) -> Iterator[Advice]:
 
 def _reads(record: Rows) -> Iterator[Advice]:
     reads = [row for row in record.calls if row.function in _READS]
-    for site, rows in _alike(reads, lambda row: row.site):
+    for site, rows in _grouped(reads, lambda row: row.site):
         number = sum(row.calls for row in rows) / record.iterations
         if number > _MANY_READS:
-            found = f"{rows[0].function} reads {number:.0f} numbers an iteration, and the script waits for the device each time"
+            finding = f"{rows[0].function} reads {number:.0f} numbers an iteration, and the script waits for the device each time"
             change = "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps"
-            yield Advice(sum(map(record.share_of_time, rows)), site, found, change)
+            yield Advice(sum(map(record.share_of_time, rows)), site, finding, change)
 
 
-def _alike(rows: Iterable[CallRow], key: Callable[[CallRow], Any]) -> Iterable[tuple[Any, list[CallRow]]]:
-    found: dict[Any, list[CallRow]] = {}
+def _grouped(rows: Iterable[CallRow], key: Callable[[CallRow], Any]) -> Iterable[tuple[Any, list[CallRow]]]:
+    groups: dict[Any, list[CallRow]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found.items()
+        groups.setdefault(key(row), []).append(row)
+    return groups.items()
 
 
 _RULES = (_float32_products, _float64, _reads, _shapes, _casts_of_weights)

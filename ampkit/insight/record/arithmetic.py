@@ -1,6 +1,6 @@
-"""FLOPs of matrix products and convolutions, and whether Tensor Cores can run them: arithmetic on shapes and dtypes, on any device.
+"""FLOPs of matrix products and convolutions, and whether Tensor Cores can run them; computed from shapes and dtypes, on any device.
 
-A multiplication and an addition are two operations. Elementwise functions and reductions count none: they wait for memory.
+A multiplication and an addition count as two operations. Elementwise functions and reductions count as none: memory limits them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ..words import short
 
-#: What each of these dtypes needs the sizes of a product to be multiples of: 16 bytes.
+#: For each dtype the number of elements in 16 bytes: the sizes of a product must be multiples of it.
 _MULTIPLES = {torch.float16: 8, torch.bfloat16: 8}
 _MULTIPLES |= {
     dtype: 16
@@ -23,7 +23,7 @@ _MULTIPLES |= {
 
 
 class Product(NamedTuple):
-    """What an operator multiplies: ``flops``, named ``sizes`` along which its matrices lie in memory, and ``rows``."""
+    """A matrix product: its ``flops``, the named ``sizes`` along which its matrices are contiguous in memory, and ``rows``."""
 
     flops: int
     sizes: tuple[tuple[str, int], ...]
@@ -31,17 +31,17 @@ class Product(NamedTuple):
 
 
 def product_of(name: str) -> Callable[[Any, Any], Product] | None:
-    """The formula of an operator, of its arguments and result; None for what is no product."""
+    """Return the function that makes a `Product` of an operator's arguments and result; None if it is no product."""
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
         is_backward = name.endswith("backward")
-        # Backward: scores once more, and a product for each of scores, query, key and value.
+        # The backward recomputes scores, and has a product for each of scores, query, key and value.
         return lambda args, out: _attention(args[1:4], 3, 2) if is_backward else _attention(args[:3], 1, 1)
     return _FORMULAS.get(name)
 
 
 @functools.cache
 def tensor_cores(dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> str:
-    """``"yes"``, or ``"no: "`` and why; a product in float32 or float64 is told apart by its dtype alone."""
+    """Return ``"yes"``, or ``"no: "`` and the reason; for a product in float32 or float64 the reason is its dtype."""
     multiple = _MULTIPLES.get(dtype)
     if multiple is None:
         return f"no: {short(dtype)}"
@@ -52,31 +52,31 @@ def tensor_cores(dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
-    """A (M x K) times B (K x N), also batched. Rows of memory have to begin at multiples of 16 bytes."""
-    if not a.layout is b.layout is torch.strided:  # what zeros save is not known
+    """Return the product A (M x K) times B (K x N), also batched. Rows in memory must begin at multiples of 16 bytes."""
+    if not a.layout is b.layout is torch.strided:  # the work of a sparse product is not known
         return Product(0, ())
     rows = math.prod(a.shape[:-1])
     n = b.shape[-1] if b.dim() > 1 else 1
     sizes = dict([_along(a, "MK"), _along(b, "KN") if b.dim() > 1 else ("K", len(b)), ("N", n)])
-    found = tuple((name, sizes[name]) for name in "KNM" if name in sizes)
-    return Product(2 * rows * a.shape[-1] * n, found, a.shape[-2] if a.dim() > 1 else 1)
+    in_memory = tuple((name, sizes[name]) for name in "KNM" if name in sizes)
+    return Product(2 * rows * a.shape[-1] * n, in_memory, a.shape[-2] if a.dim() > 1 else 1)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Product:
-    """A product per group: of rows, of columns, or of parts of K, which alone add a dimension."""
+    """Return a product per group: of rows, of columns, or of parts of K. Only groups of K add a dimension."""
     groups = len(out) if out.dim() > a.dim() else 1
     return _matrix(a, b)._replace(flops=2 * out.numel() * a.shape[-1] // groups)
 
 
 def _along(matrix: torch.Tensor, names: str) -> tuple[str, int]:
-    """The size whose elements are neighbours in memory."""
+    """Return name and size of the contiguous dimension of a matrix."""
     is_transposed = matrix.stride(-2) == 1 and matrix.stride(-1) != 1
     return (names[0], matrix.shape[-2]) if is_transposed else (names[1], matrix.shape[-1])
 
 
 def _convolution(args: Any, out: torch.Tensor, passes: int = 1) -> Product:
     x, weight, is_transposed, groups = args[0], args[1], args[6], args[8]
-    # Each element of the smaller side meets each weight of its group once.
+    # Each position of the smaller side is multiplied with each weight of its group once.
     places = math.prod((x if is_transposed else out).shape[2:])
     flops = 2 * x.shape[0] * places * weight.numel()
     channels = ("C_in", x.shape[1] // groups), ("C_out", out.shape[1] // groups)
@@ -92,10 +92,10 @@ def _attention(args: Any, of_query: int, of_value: int) -> Product:
 
 def _recurrent(args: Any, out: Any, passes: int = 1) -> Product:
     x = args[0]
-    weights = [one for one in (args[1] if isinstance(args[1], (list, tuple)) else args[1:3]) if one.dim() == 2]
+    weights = [w for w in (args[1] if isinstance(args[1], (list, tuple)) else args[1:3]) if w.dim() == 2]
     steps = math.prod(x.shape[:-1])
     sizes = (("input size", x.shape[-1]), *((("hidden size", weights[-1].shape[-1]),) if weights else ()))
-    return Product(2 * steps * sum(one.numel() for one in weights) * passes, sizes)
+    return Product(2 * steps * sum(w.numel() for w in weights) * passes, sizes)
 
 
 #: Products that are added to the first argument.

@@ -1,6 +1,6 @@
-"""``ampkit record``: a script that runs unedited, of which some iterations are recorded.
+"""``ampkit record``: record some iterations of a script that runs unedited.
 
-It ends where it has made them. Under a launcher rank 0 prints its own.
+The script ends after these iterations. Under a launcher only rank 0 prints, its own record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--iterations``, ``--skip``, ``--json`` and ``--html``, and what ``ampkit run`` takes."""
+    """Add ``--iterations``, ``--skip``, ``--json`` and ``--html``, and the options of ``ampkit run``."""
     parser.add_argument("--iterations", type=int, default=3, metavar="N", help="record so many iterations (3)")
     parser.add_argument("--skip", type=int, default=1, metavar="N", help="after so many that are not recorded (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the record. The exit code is 0 where something was recorded."""
-    # Before the script changes its folder.
+    """Run the script, and print the record. The exit code is 0 if something was recorded, and 1 or the script's own else."""
+    # Resolved before the script changes its folder.
     paths = [path and path.resolve() for path in (arguments.json, arguments.html)]
     records: list[Record] = []
     code, error = observe(arguments, _some_iterations(arguments.skip, arguments.iterations, records))
@@ -56,7 +56,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _some_iterations(skip: int, iterations: int, records: list[Record]) -> Iterator[None]:
-    """Waits for ``skip`` iterations of the script inside, records ``iterations`` into the list, and stops it."""
+    """Skip ``skip`` iterations of the script inside, record ``iterations`` into the list, and stop the script."""
     with ExitStack() as watching:
 
         def after_skipped(iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a recording: plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
+"""The rows of a recording: plain data that recorder.py fills, and text.py, page.py and advice.py read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from ...dtypes import LOWER_PRECISION
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
-#: Functions of rows that are no work of the script's own.
+#: Functions of rows that are not the script's own work.
 AMPKIT, GRAD_SCALER = "ampkit", "GradScaler"
 
 
 @dataclass(eq=False)
 class CallRow:
-    """A function of torch at a line of the script, in one precision: why, and what it took in all iterations.
+    """A function of torch at a line of the script, in one precision: the reason for it, and its cost in all iterations.
 
-    ``site`` is the line as ``model.py:31``, ``source`` what stands there, and ``module`` the path of the module that ran, with
-    ranges where equal ones are one row (``blocks.0-5.query``). ``phase`` is ``"forward"``, ``"backward"``, ``"recomputed"`` (by
+    ``site`` is the line as ``model.py:31``, ``source`` its code, and ``module`` the path of the module that ran, with ranges if
+    equal modules share a row (``blocks.0-5.query``). ``phase`` is ``"forward"``, ``"backward"``, ``"recomputed"`` (by
     torch.utils.checkpoint) or ``"step"`` (of an optimizer); a backward operation is at the line of its forward. ``dtypes_in`` are
-    those of the arguments before any cast, ``dtypes_out`` those of results. ``reason`` says in words what it computes in and why.
+    the dtypes of arguments before any cast, ``dtypes_out`` those of results. ``reason`` gives the dtype of the computation and why.
 
-    ``calls`` counts runs of the function's first operator. ``seconds`` are those of its operators alone, ``flops`` floating-point
-    operations in matrix products and convolutions (a multiplication and an addition are two), and ``casts``, ``bytes_cast``,
-    ``cast_seconds`` what was converted for it (bytes that are written). ``tensor_cores`` is ``"yes"`` or ``"no: ..."`` with the
-    reason, and empty for what is no matrix product.
+    ``calls`` counts runs of the function's first operator. ``seconds`` is the time of its operators alone, ``flops`` the
+    floating-point operations of matrix products and convolutions (a multiplication and an addition are two). ``casts``,
+    ``bytes_cast`` (bytes written) and ``cast_seconds`` count the casts made for it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."``
+    with the reason, and empty if there is no matrix product.
     """
 
     function: str
@@ -51,20 +51,20 @@ class CallRow:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for rows that differ in the module alone."""
+        """A key that is equal for rows that differ only in the module."""
         return (
             *(self.file, self.line, self.function, self.phase, self.dtypes_in, self.dtypes_out),
             *(self.reason, self.tensor_cores),
         )
 
 
-#: What is added up where rows become one.
+#: The fields that are summed when rows are merged.
 SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds")
 
 
 @dataclass
 class Advice:
-    """What to change: ``found`` with its figure, ``change`` the line to write; ``gain`` sorts, a share of the time from 0 to 1."""
+    """A proposed change: the finding in ``found``, the line to write in ``change``. ``gain``, a share of time (0 to 1), sorts."""
 
     gain: float
     site: str
@@ -74,7 +74,7 @@ class Advice:
 
 @dataclass
 class Rows:
-    """All rows of a recording and what follows from them; `Record` has the documentation."""
+    """The rows of a recording and what follows from them; `Record` has the documentation."""
 
     calls: list[CallRow] = field(default_factory=list)
     casts: list[tuple[str, float, int]] = field(default_factory=list)
@@ -93,8 +93,8 @@ class Rows:
 
     @property
     def lower_precision(self) -> torch.dtype | None:
-        """The 16-bit (or smaller) dtype in which most is computed; None where all is float32."""
-        flops, calls = Counter[torch.dtype](), Counter[torch.dtype]()  # where there are no FLOPs, calls decide
+        """The 16-bit (or smaller) dtype with the most FLOPs; None if no row computes in lower precision."""
+        flops, calls = Counter[torch.dtype](), Counter[torch.dtype]()  # without FLOPs, calls decide
         for row in self.calls:
             if row.dtype in LOWER_PRECISION:
                 flops[row.dtype] += row.flops
@@ -102,7 +102,7 @@ class Rows:
         return max(calls, key=lambda dtype: (flops[dtype], calls[dtype]), default=None)
 
     def flops_by_dtype(self) -> dict[torch.dtype, float]:
-        """The share of all FLOPs by the dtype they are computed in, the largest first. Empty where there are none."""
+        """Return the share of all FLOPs by dtype of the computation, the largest first; empty if there are no FLOPs."""
         sums = Counter[torch.dtype]()
         for row in self.calls:
             if row.flops and row.dtype is not None:
@@ -111,7 +111,7 @@ class Rows:
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of all FLOPs that Tensor Cores can run, from 0 to 1; 0 where there are none."""
+        """The share of all FLOPs that Tensor Cores can run, from 0 to 1; 0 if there are no FLOPs."""
         able = sum(row.flops for row in self.calls if row.tensor_cores.startswith("yes"))
         return able / self.flops if self.flops else 0.0
 

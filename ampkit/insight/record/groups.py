@@ -1,4 +1,4 @@
-"""What a recording keeps while it runs: a `Group` for a function at a line, whose calls become rows, and `Origins` of tensors."""
+"""The state of a running recording: a `Group` for each function at a line, whose calls become rows, and `Origins` of tensors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..sites import Site
 from ..words import collapsed
 from .data import SUMS, CallRow, add
 
-#: What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each.
+#: The key of a row in a group: dtypes of arguments, of the result and of the computation, and the verdict on Tensor Cores.
 Precision = tuple[frozenset[torch.dtype], torch.dtype | None, torch.dtype | None, str]
 
 
 @dataclass(eq=False)
 class Group:
-    """A function at a line, in one phase, in modules of one kind. Its casts, and their time, are ``waiting`` for the next call."""
+    """A function at a line, in one phase, in modules of one kind. ``waiting`` has the casts, and their time, for the next call."""
 
     site: Site | None
     function: str
     phase: str
     module: str = ""  # of the latest call
-    #: Of modules, by the row.
+    #: Paths of modules, by row.
     paths: defaultdict[Any, set[str]] = field(default_factory=lambda: defaultdict(set))
     rows: dict[Precision, CallRow] = field(default_factory=dict)
     last: CallRow | None = None
-    lead: Any = None  # the operator, or in backward autograd's node, that counts calls
+    lead: Any = None  # the operator (in backward the autograd node) that counts calls
     number: int = -1  # of the last such node
     has_product: bool = False
 
@@ -54,7 +54,7 @@ class Group:
             line=site.line if site else 0,
             module="",
             phase=self.phase,
-            dtypes_in=tuple(sorted(dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
+            dtypes_in=tuple(sorted(dtypes_in, key=lambda dtype_in: (-dtype_in.itemsize, str(dtype_in)))),
             dtypes_out=(out,) if out is not None else (),
             dtype=dtype,
             reason="no floating-point numbers",
@@ -63,30 +63,30 @@ class Group:
 
 
 def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
-    """Rows of all groups; what still waits goes to a row of the same line, or to one of its own."""
+    """Yield the rows of all groups; casts that still wait join a row of the same line, or get a row of their own."""
     by_line: defaultdict[Any, list[CallRow]] = defaultdict(list)
-    for group in sorted(groups, key=lambda one: one.last is None):
-        at = by_line[group.site, group.phase]
-        if (row := group.last or next(iter(at), None)) is not None:
+    for group in sorted(groups, key=lambda x: x.last is None):
+        line_rows = by_line[group.site, group.phase]
+        if (row := group.last or next(iter(line_rows), None)) is not None:
             group.hand_over(row)
-        else:  # a line that does nothing but convert, or computes with integers
+        else:  # a line that only casts, or computes with integers
             row = group.waiting
             row.calls, row.cast_seconds = row.casts, row.seconds
             row.reason = "a cast of the script's" if row.casts else row.reason
-        for one in _folded(group.rows.values() or [group.waiting]):
-            one.module = collapsed(group.paths[one])
-            at.append(one)
-            yield one
+        for merged in _folded(group.rows.values() or [group.waiting]):
+            merged.module = collapsed(group.paths[merged])
+            line_rows.append(merged)
+            yield merged
 
 
 def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
-    """Rows without products, such as the copy in front of a batched one, as a part of the row that has them."""
+    """Merge rows without matrix products, such as the copy before a batched product, into the row with the product."""
     rows = list(rows)
     products = [row for row in rows if row.flops]
-    for row in products:  # another product of the same calls, as backward has two
-        row.calls = row.calls or max(one.calls for one in rows)
+    for row in products:  # further products of the same calls: a backward has two
+        row.calls = row.calls or max(x.calls for x in rows)
     for row in rows:
-        same = (one for one in products if one is not row and (one.dtype, one.reason) == (row.dtype, row.reason))
+        same = (x for x in products if x is not row and (x.dtype, x.reason) == (row.dtype, row.reason))
         product = None if row.flops else next(same, None)
         if product is None:
             yield row
@@ -97,11 +97,11 @@ def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
 
 
 class Origin:
-    """What is known of the tensor that was made in a piece of memory last.
+    """The origin of the tensor that was made last in a piece of memory.
 
-    ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from
-    (``source``), the origin of the ``weight`` it is the cast of, None for an activation, and the ``group`` of the call that it was
-    made for; one that the script makes is named by ``asked``.
+    ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype before the cast (``source``), the
+    origin of the cast ``weight`` (None for an activation), and the ``group`` of the call that needed it. ``asked`` describes a cast
+    that the script itself makes.
     """
 
     __slots__ = ("asked", "group", "name", "row", "source", "weight")
@@ -111,17 +111,17 @@ class Origin:
 
 
 class Origins:
-    """Origins of tensors that live, by their memory."""
+    """A map from the memory of live tensors to their `Origin`."""
 
     def __init__(self) -> None:
-        self._of_memory = WeakIdKeyDictionary()
+        self._by_memory = WeakIdKeyDictionary()
 
     def of(self, tensor: torch.Tensor) -> Origin:
         try:
             memory = local(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper of another one, or lazy
+        except (NotImplementedError, RuntimeError, ValueError):  # a sparse, wrapping or lazy tensor
             return Origin()
-        found: Origin | None = self._of_memory.get(memory)
-        if found is None:
-            found = self._of_memory[memory] = Origin()
-        return found
+        origin: Origin | None = self._by_memory.get(memory)
+        if origin is None:
+            origin = self._by_memory[memory] = Origin()
+        return origin

@@ -1,4 +1,4 @@
-"""A record as one HTML page that needs no network: page.html.j2 with the source as it is now, and what its lines compute in."""
+"""A record as an HTML page that needs no network: page.html.j2 with the current source, and the dtypes of its lines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..words import in_bytes, percent, short
 from .data import CallRow, Rows
 from .text import function_of, overview
 
-#: Lines of source around each that was recorded.
+#: Lines of source shown around each recorded line.
 _CONTEXT = 2
 
 
 @dataclass
 class _Line:
-    """A line of source, with the rows that were recorded there, most time first."""
+    """A line of source, with the rows recorded there, most time first."""
 
     number: int
     text: str
@@ -36,7 +36,7 @@ class _Line:
 
     @property
     def remarks(self) -> list[str]:
-        """Reasons that say more than the dtype does, and sizes that keep Tensor Cores out."""
+        """The reasons that say more than the dtype, and the sizes that keep Tensor Cores from running."""
         ordinary = "as its forward", "as given", "numbers"
         reasons = [row.reason for row in self.rows if not row.reason.endswith(ordinary)]
         sizes = [row.tensor_cores.removeprefix("no: ") for row in self.rows if "no multiple of" in row.tensor_cores]
@@ -44,7 +44,7 @@ class _Line:
 
 
 def render(record: Rows) -> str:
-    """The page. Raises ImportError where jinja2 is missing."""
+    """Render the page as HTML. Raises ImportError if jinja2 is missing."""
     try:
         import jinja2
     except ImportError as error:
@@ -64,7 +64,7 @@ def _files(record: Rows) -> Iterator[dict[str, Any]]:
     for row in record.calls:
         if row.line:
             files.setdefault(row.file, {}).setdefault(row.line, []).append(row)
-    shares = {path: sum(record.share_of_time(row) for own in files[path].values() for row in own) for path in files}
+    shares = {path: sum(record.share_of_time(row) for rows in files[path].values() for row in rows) for path in files}
     for path in sorted(files, key=lambda path: -shares[path]):
         lines, source, stretches = files[path], linecache.getlines(path), list[list[_Line]]()
         for number, text in enumerate(map(str.rstrip, source), start=1):

@@ -1,7 +1,7 @@
-"""Why a call computes in its dtype, in words: ``float32: row "softmax" of the tables``, ``float32: promoted by parameter 'bias'``.
+"""The reason why a call computes in its dtype: ``float32: row "softmax" of the tables``, ``float32: promoted by parameter 'bias'``.
 
-What decides is read where it stands: rows in the policy of the engine, a wrapper of ampkit's in the Python stack, regions of
-torch.autocast by their lines, ``keep_fp32=`` of live sessions, and dtypes of the arguments.
+It is derived from the policy of the engine, wrappers of ampkit in the Python stack, regions of torch.autocast with their lines,
+``keep_fp32=`` of live sessions, and dtypes of the arguments.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..watching import Call, telling_first
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _LISTS = (*CUDA_LIST, *CPU_LIST)
 _IN_AUTOCAST = {name: group.kind for group in _LISTS for name in group.names if group.kind in _DECIDING}
-#: What no level casts.
+#: Dtypes that no level casts.
 EXACT = (torch.float64, torch.complex64, torch.complex128)
-#: Where a row of the policy comes from, by its reason.
+#: The origin of a row of the policy in words, by its reason.
 _TABLES = {"changed by the caller's policy": "policy=", "registered by the user": "a register_ function"}
 
 
 class Region(NamedTuple):
-    """A region of torch.autocast, or of ampkit's around a forward, and the line that begins it."""
+    """A region of torch.autocast, or ampkit's own around a forward, and the line that begins it."""
 
     enabled: bool
     dtype: torch.dtype | None  # of torch.autocast
@@ -45,10 +45,10 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Knows the ``innermost`` region of each thread while its patches are in place, from `watch` to the end of ``patches``."""
+    """A stack of regions per thread: ``innermost`` is the current one, from `watch` to the end of ``patches``."""
 
     def __init__(self) -> None:
-        self._of_threads: dict[int, list[Region]] = {}
+        self._by_thread: dict[int, list[Region]] = {}
 
     def watch(self, patches: PatchSet) -> None:
         for owner in (autocast_mode.autocast, state.Region):
@@ -57,29 +57,29 @@ class Regions:
 
     @property
     def innermost(self) -> Region | None:
-        return next(reversed(self._of_threads.get(threading.get_ident(), [])), None)
+        return next(reversed(self._by_thread.get(threading.get_ident(), [])), None)
 
     def _enter(self, region: Any) -> None:
-        found = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
-        self._of_threads.setdefault(threading.get_ident(), []).append(found)
+        entered = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
+        self._by_thread.setdefault(threading.get_ident(), []).append(entered)
 
     def _leave(self, *_: Any) -> None:
-        if regions := self._of_threads.get(threading.get_ident()):  # empty for one that began before
+        if regions := self._by_thread.get(threading.get_ident()):  # empty if the region began before the watch
             regions.pop()
 
 
 class Argument(NamedTuple):
-    """A floating-point argument of a call before casts: its dtype, and what it is (``parameter 'bias'``, ``model.py:31``)."""
+    """A floating-point argument of a call before casts: its dtype, and its name (``parameter 'bias'``, ``model.py:31``)."""
 
     dtype: torch.dtype
     name: str
 
 
 class Reasons(Regions):
-    """Answers `why`."""
+    """A tracker of regions that gives the reason for the dtype of a call, by `why`."""
 
     def why(self, call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module]) -> str:
-        """Why the function of a call computes in ``dtype``, inside of ``running`` modules."""
+        """Return the reason why the function of a call computes in ``dtype``, inside of ``running`` modules."""
         if dtype in EXACT:
             return "as given"
         engine, region = active_casting(), self.innermost
@@ -87,8 +87,8 @@ class Reasons(Regions):
         rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
         is_wrapped = "casting" in call.passed
         decides = is_on and rule is not None and rule.kind in _DECIDING
-        mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
-        was_cast = any(one.dtype is not dtype for one in arguments)
+        mixed = len({arg.dtype for arg in arguments if arg.dtype in CASTABLE}) > 1
+        was_cast = any(arg.dtype is not dtype for arg in arguments)
         if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
             return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
         if not arguments:
@@ -107,13 +107,13 @@ class Reasons(Regions):
         if engine is None and was_cast and is_as_listed:
             return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
         if mixed and dtype not in LOWER_PRECISION:
-            widest = next((one for one in arguments if one.dtype is dtype), None)
+            widest = next((arg for arg in arguments if arg.dtype is dtype), None)
             return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
         return "cast inside of it" if was_cast and not mixed else "as given"
 
     @staticmethod
     def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
-        """torch.autocast's own state is off while an operator runs below it."""
+        """Whether casts are on for the call. torch.autocast's own state does not tell: it is off inside of an operator."""
         if engine is None or region is not None:
             return engine is not None and region.enabled
         return engine.scope == "process" and not engine.leaves_out_this_thread
@@ -129,10 +129,10 @@ def _rule(engine: Casting | None, function: str) -> Any:
 
 
 def _kept_by(running: Iterable[nn.Module]) -> str | None:
-    """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
-    of_models = ((one, item, model) for one in live_sessions for item in one.plan.keep_fp32 for model in one.models)
-    for one, item, model in of_models:
-        if not set(running).isdisjoint(Kept(model, replace(one.plan, keep_fp32=(item,))).in_float32()):
+    """Return the item of ``keep_fp32=`` that keeps a running module in float32, as code; None if there is none."""
+    of_models = ((x, item, model) for x in live_sessions for item in x.plan.keep_fp32 for model in x.models)
+    for x, item, model in of_models:
+        if not set(running).isdisjoint(Kept(model, replace(x.plan, keep_fp32=(item,))).in_float32()):
             return repr(item) if isinstance(item, str) else _name_of(item)
     return None
 

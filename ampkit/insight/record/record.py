@@ -1,4 +1,4 @@
-"""`Record`: what `recording` gives."""
+"""`Record`: the result of `recording`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .text import in_words
 
 @dataclass
 class Record(Rows):
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json` or `to_html`.
+    """The result of `recording`, filled when its block ends. ``print`` it, or write it with `to_json` or `to_html`.
 
-    ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
-    weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
-    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), and ``notes`` what
-    is to be known of the figures.
+    ``calls`` has a `CallRow` per line and function, most time first. ``advice`` has proposed changes, most gain first. ``casts``
+    has the weights that were cast, each with the number of casts per iteration and the bytes of a cast. ``seconds`` is the time of
+    all operators. ``iterations`` is the number of steps of the optimizer that stepped first (1 if there was none). ``notes`` are
+    remarks on the figures.
     """
 
     def to_json(self, path: str | Path) -> None:
@@ -29,7 +29,7 @@ class Record(Rows):
         Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page that needs no network: the source with dtypes and shares of time, and what to change. It takes jinja2."""
+        """Write a page that needs no network: the source with dtypes and shares of time, and the advice. It needs jinja2."""
         Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:

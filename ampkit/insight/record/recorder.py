@@ -1,7 +1,7 @@
-"""`recording`: a dispatch mode that adds up, for each line of a script, what its functions compute in, and what that takes.
+"""`recording`: a dispatch mode that sums up, for each line of a script, the dtypes and the cost of its functions.
 
-A `Watch` says where each operator belongs. Those of one function at one line, in modules whose paths differ in numbers alone, are
-a `Group`, and each precision in it is a `CallRow`. Casts belong to the function that they are made for.
+A `Watch` gives the line and function of each operator. Operators of a function at a line, in modules whose paths differ only in
+numbers, are a `Group`; each precision in it is a `CallRow`. Casts belong to the function that needs them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and 
 
 @functools.cache
 def _facts(op: Any) -> tuple[bool, bool, Any]:
-    """Whether an operator makes empty memory, or casts, and the formula of its product."""
+    """Return whether an operator makes empty memory, whether it casts, and the formula of its product."""
     name = op._schema.name.partition("::")[2]
     return name.startswith("empty"), name == "_to_copy", product_of(name)
 
 
 class Iterations(Listener):
-    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
+    """A counter of iterations: they end with the steps, also skipped ones, of the optimizer that steps first."""
 
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Iterations(Listener):
         self.iterations += optimizer is self._first()
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if self.begun and optimizer is self._first():  # else it began before
+        if self.begun and optimizer is self._first():  # else the step began before the recording
             self.on_iteration(self.iterations)
 
 
 class Recorder(Iterations, Watch):
-    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
+    """A `Watch` that records what runs inside ``with``. Afterwards `finish` returns the `Record`."""
 
     looks_at_views = False
     sources = (forwards, steps)
@@ -78,17 +78,17 @@ class Recorder(Iterations, Watch):
         self._origins = Origins()
         self.reasons = Reasons()
         self._roots: list[nn.Module] = []
-        self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
-        self._promoted: dict[CallRow, str] = {}  # where a row's dtype comes from
+        self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: number of casts, and bytes of each
+        self._promoted: dict[CallRow, str] = {}  # for rows with a promoted dtype: where it was promoted
         self._notes: list[str] = []
-        self._last = 0  # node of the graph, when the last iteration ended
+        self._last = 0  # number of the newest graph node when the last iteration ended
         self._accelerator: str | None = None
         self._timed: list[tuple[CallRow, Any, Any]] = []
 
-    # What a call belongs to
+    # The group of a call
 
     def on_module(self, module: nn.Module) -> None:
-        """The first model's modules have their own paths, those of others the class in front."""
+        """Set the paths of a model's modules; all models but the first have their class as prefix."""
         if module in self._roots:
             return
         has_params = next(module.parameters(), None) is not None
@@ -108,11 +108,11 @@ class Recorder(Iterations, Watch):
             return call()
         is_empty, is_cast, formula = _facts(call.op)
         begin = self._event()
-        start = thread_time()  # in which other jobs of the machine have no part
+        start = thread_time()  # CPU time of this thread: other jobs do not disturb it
         out = call()
         seconds = thread_time() - start
         read, made = call.inputs(), tensors_in(out)
-        if not read and (not made or is_empty):  # marks of the profiler, and memory
+        if not read and (not made or is_empty):  # marks of the profiler, and empty memory
             return out
         group = self._group_of(call)
         if is_cast and len(read) == len(made) == 1 and len({read[0].dtype, made[0].dtype} & _FLOATING) == 2:
@@ -180,11 +180,11 @@ class Recorder(Iterations, Watch):
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
         dtype = out if is_told else _computes_in(floating) or out
         is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
-        if dtype is None and group.last is None and not is_read:  # indices and counts, before the call's own numbers
+        if dtype is None and group.last is None and not is_read:  # indices and counts, before the floating-point work
             return group.waiting
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         precision = frozenset(dtypes_in), out, dtype, verdict
-        if group.function in (AMPKIT, GRAD_SCALER):  # one row for all that it does at a line
+        if group.function in (AMPKIT, GRAD_SCALER):  # a single row per line
             precision = next(iter(group.rows), precision)
         is_lead = (dtype is not None or is_read) and self._is_lead(group, call, product is not None)
         row = group.rows.get(precision) if is_lead or product is not None else group.last
@@ -204,7 +204,7 @@ class Recorder(Iterations, Watch):
 
     @staticmethod
     def _before_cast(origin: Origin, tensor: torch.Tensor, group: Group) -> torch.dtype:
-        """The dtype of an argument as the function was given it: before a cast that was made for it."""
+        """Return the dtype of an argument as it was passed: before a cast that was made for this function."""
         is_cast = origin.source is not None and group.phase is not BACKWARD
         is_for_this = is_cast and (origin.weight is not None or origin.group is group)
         return origin.source if is_for_this else tensor.dtype
@@ -212,7 +212,7 @@ class Recorder(Iterations, Watch):
     def _is_lead(self, group: Group, call: Call, is_product: bool) -> bool:
         """Whether a call of the function begins here: with its first product, or else its first operator.
 
-        In the backward pass it begins with a node of autograd's, in an optimizer with a step.
+        In the backward pass a call begins with an autograd node, in an optimizer with a step.
         """
         if group.phase is STEP:
             name, number = "step", self.begun
@@ -227,27 +227,27 @@ class Recorder(Iterations, Watch):
         return True
 
     def _explain(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> None:
-        """Write the row's reason. One that is promoted is kept, for rows that compute with what it makes."""
+        """Set the row's reason. Promotions are stored, for rows that compute with the promoted results."""
         name = short(row.dtype)
         row.reason = self._why(row, group, call, read)
         if "promoted by" in row.reason:
             self._promoted[row] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
         elif row.reason.endswith("as given"):
             rows = (self._origins.of(tensor).row for tensor in read if tensor.dtype is row.dtype)
-            if origin := next((found for one in rows if (found := self._promoted.get(one))), None):
+            if origin := next((promotion for x in rows if (promotion := self._promoted.get(x))), None):
                 self._promoted[row] = origin
                 row.reason = f"{name}: as given, {origin}"
         if row.tensor_cores == "no: float32":
             row.tensor_cores = f"no: float32, {self._promoted.get(row) or row.reason.partition(': ')[2]}"
 
     def _why(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> str:
-        name, own = short(row.dtype), list(group.rows.values())
+        name, rows = short(row.dtype), list(group.rows.values())
         if group.function in (AMPKIT, GRAD_SCALER):
             return f"{group.function}'s own work on gradients and loss scale"
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
-        if own[0] is not row and all(self._origins.of(tensor).row in own for tensor in read):  # it made these itself
-            return own[0].reason if own[0].dtype is row.dtype else f"{name}: cast inside of it"
+        if rows[0] is not row and all(self._origins.of(tensor).row in rows for tensor in read):  # an inner operator
+            return rows[0].reason if rows[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
@@ -260,11 +260,11 @@ class Recorder(Iterations, Watch):
         name = f"parameter {weight!r}" if weight else f"the result of {origin.row.site}" if origin.row else ""
         return Argument(self._before_cast(origin, tensor, group), origin.asked or name)
 
-    # At the end
+    # The end of an iteration and of the recording
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         if optimizer is self._first():
-            # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
+            # Graphs of the previous iteration are gone; a graph of this one may last into the next, as in GANs.
             last, self._last = self._last, max(self._forward, default=0)
             self._forward = {number: call for number, call in self._forward.items() if number > last}
         super().step_ends(optimizer, skipped)
@@ -290,11 +290,11 @@ class Recorder(Iterations, Watch):
         return record
 
 
-_active = threading.Lock()  # one recording in a process at a time
+_active = threading.Lock()  # only one recording at a time in a process
 
 
 def recording() -> AbstractContextManager[Record]:
-    """Record what the block computes in, why, and what that takes: one or more iterations of any script.
+    """Record the dtypes in which the block computes, why, and the cost: one or more iterations of any script.
 
     >>> with ampkit.recording() as record:
     ...     for batch, target in batches[:3]:
@@ -313,7 +313,7 @@ def recording() -> AbstractContextManager[Record]:
 
 @contextmanager
 def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
-    """`recording`, which calls ``on_iteration`` with the number of each iteration when it ends."""
+    """Record as `recording` does, and call ``on_iteration`` with the number of each iteration when it ends."""
     if not _active.acquire(blocking=False):
         raise ConfigurationError(
             "recording() was called while another recording runs, in this thread or another. One sees every operator of its block: "
@@ -334,7 +334,7 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
 
 
 def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """The dtype that torch promotes these to; 0-dim tensors have no say where there are others."""
+    """Return the dtype that torch promotes these tensors to; 0-dim tensors count only if there are no others."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 

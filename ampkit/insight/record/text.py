@@ -62,14 +62,14 @@ def _advice(record: Rows) -> list[str]:
 
 
 def function_of(row: CallRow) -> str:
-    """``linear``, or ``linear bwd``"""
+    """Return the function with its phase: ``linear``, or ``linear bwd``."""
     if row.phase == FORWARD or row.function == row.phase:
         return row.function
     return f"{row.function} {_PHASES.get(row.phase, row.phase)}"
 
 
 def by_line(record: Rows) -> list[CallRow]:
-    """Rows that differ in the module alone as one, most time first."""
+    """Merge rows that differ only in the module, and sort them, most time first."""
     rows: dict[Any, CallRow] = {}
     for row in record.calls:
         known = rows.setdefault(row.key, replace(row, module="", **dict.fromkeys(SUMS, 0)))
@@ -78,12 +78,12 @@ def by_line(record: Rows) -> list[CallRow]:
 
 
 def dtypes(of: tuple[torch.dtype, ...]) -> str:
-    """``bf16, fp32``"""
-    return ", ".join(re.sub("^b?float", lambda match: "bf" if match[0] == "bfloat" else "fp", short(one)) for one in of)
+    """Format dtypes as ``bf16, fp32``."""
+    return ", ".join(re.sub("^b?float", lambda match: "bf" if match[0] == "bfloat" else "fp", short(x)) for x in of)
 
 
 def why(row: CallRow) -> str:
-    """The reason, without the dtype where the result says it, and without the tables where a row is named."""
+    """Return the reason, without the dtype if it is that of the result, and without "of the tables" if a row is named."""
     dtype, _, cause = row.reason.removesuffix(" of the tables").partition(": ")
     return cause if row.dtypes_out and cause and dtype == short(row.dtypes_out[0]) else row.reason
 

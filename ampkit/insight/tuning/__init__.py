@@ -1,1 +1,1 @@
-"""`ampkit.tune`: a model trained at every level, side by side, and which level to take."""
+"""`ampkit.tune`: train a model at every level, side by side, and recommend a level."""

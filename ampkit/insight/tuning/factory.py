@@ -1,4 +1,4 @@
-"""The factory that `tune` is given: where other processes find it, and what it must return."""
+"""The factory that is passed to `tune`: how other processes import it, and checks of its result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BATCHES = 32  # are kept, and taken in turn
+_BATCHES = 32  # are used in turn
 
 
 def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
-    """The place, a script or a module, and the name, by which another process can `load` it."""
+    """Return the script or module and the name with which another process can `load` the factory."""
     if isinstance(factory, str):
         place, _, name = factory.rpartition(":")
         if not place or not name:
@@ -30,9 +30,9 @@ def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
         return os.path.abspath(place) if place.endswith(".py") else place, name
     refuse_no_factory(factory, "it")
     name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
-    spec = getattr(sys.modules.get(place), "__spec__", None)  # of a script it is None
+    spec = getattr(sys.modules.get(place), "__spec__", None)  # None for a script
     if spec is not None:
-        place = spec.name  # of ``python -m package.module`` too
+        place = spec.name  # also for ``python -m package.module``
     elif place == "__main__":
         place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
     if "<" in name or (spec is None and not os.path.isfile(place)):
@@ -61,22 +61,22 @@ def load(place: str, name: str) -> Callable[[], Any]:
 
 
 class NoFactory(TypeError):
-    """What `tune` was given is something else."""
+    """An error for an argument of `tune` that is no factory."""
 
 
 _EXPECTED = "tune expects a factory, a function without arguments: def factory(): ...; return model, optimizer, batches, loss_fn"
 
 
 def refuse_no_factory(found: Any, name: str) -> None:
-    """Raise `NoFactory` for what cannot be called, and for a model."""
+    """Raise `NoFactory` for an object that cannot be called, and for a model."""
     kind = type(found).__name__
     if isinstance(found, nn.Module) or not callable(found):
         raise NoFactory(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
 
 
 def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:
-    """(model, optimizer, first batches, loss_fn) of what a factory returned. Raises TypeError where it is something else."""
-    kinds = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
+    """Return (model, optimizer, first batches, loss_fn) from the result of a factory. Raises TypeError for other results."""
+    kinds = [type(x).__name__ for x in made] if isinstance(made, tuple) else type(made).__name__
     if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[3])):
         raise TypeError(f"the factory returned {kinds}; expected (model, optimizer, batches, loss_fn).")
     model, optimizer, batches, loss_fn = made

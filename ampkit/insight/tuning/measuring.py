@@ -1,7 +1,7 @@
 """The measurements of `tune`: a `Measurements` has a worker for each way, in a process that has computed nothing before.
 
-First each way is examined: memory and losses. Then all live at once and take turns in changing order, so that another job on the
-machine disturbs all alike. Those for which memory does not suffice have their turns alone.
+First each way is examined for memory and losses. Then all workers live at once and take turns in changing order, so that another
+job on the machine disturbs all alike. Ways that do not fit into memory together take their turns alone.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .ways import FLOAT32, Way, ways_of
 TURN = 0.1  # seconds, or one step
 ROUNDS = 3, 40  # at least, at most
 WARM_UP = 3  # steps
-STEPS = 12, 60  # whose losses are compared: at least, at most
-_BEYOND = 1.3  # times as long as alone a step takes while it is examined
-_OF_EXAMINING = 0.6  # of the time
-_SPARE = 0.8  # of the free memory are used at once
-_OF_A_PROCESS = 600 << 20  # bytes of a CUDA context
+STEPS = 12, 60  # steps whose losses are compared: at least, at most
+_BEYOND = 1.3  # a step takes this many times as long while it is examined
+_OF_EXAMINING = 0.6  # share of the time
+_SPARE = 0.8  # share of the free memory that is used at once
+_OF_A_PROCESS = 600 << 20  # bytes of a CUDA context, per process
 
 
 class Measurements:
-    """Ask it to `start`, and then to `measure`."""
+    """The measurements of all ways: call `start`, and then `measure`."""
 
     def __init__(self, located: Any, threads: int) -> None:
-        importlib.import_module("torch._dynamo")  # every optimizer would, in each process
-        for one in (1, 2):  # what the script's own code prints, in a dozen processes
-            os.dup2(os.open(os.devnull, os.O_WRONLY), one)
-        # A fork of this process has torch imported, which has computed nothing.
+        importlib.import_module("torch._dynamo")  # else every optimizer imports it, in each process
+        for descriptor in (1, 2):  # output of the script itself, in a dozen processes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        # A fork has torch imported already, and torch has computed nothing.
         self._context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-        self._given, self._workers = (located, threads), dict[Way, Worker]()
+        self._trainer_arguments, self._workers = (located, threads), dict[Way, Worker]()
         self.rows: dict[str, Row] = {}
 
     def start(self) -> None:
-        """Train in float32 for some steps, which takes an import of the factory."""
+        """Import the factory, and train in float32 for some steps."""
         self._begun = time.monotonic()
         plain = self._worker(Way(FLOAT32))
         try:
-            self.about = {**plain.ask("start"), "threads": self._given[1]}
+            self.about = {**plain.ask("start"), "threads": self._trainer_arguments[1]}
             self._to_start = time.monotonic() - self._begun
             self._seconds = min(plain.ask("turn", 1) for _ in range(WARM_UP))
         except WorkerError:
@@ -78,18 +78,18 @@ class Measurements:
                     self._workers.pop(way).stop()
             self._take_turns(list(self._workers), self._begun + seconds)
         finally:
-            for one in self._workers.values():
-                one.stop()
+            for worker in self._workers.values():
+                worker.stop()
         return Tuning(self.about, self.rows)
 
     def _worker(self, way: Way) -> Worker:
         if way not in self._workers:
-            located, threads = self._given
+            located, threads = self._trainer_arguments
             self._workers[way] = Worker(self._context, Trainer, located, way, threads)
         return self._workers[way]
 
     def _precisions(self, float16: bool | None) -> list[str]:
-        """The lower precisions that make sense on the device; why one is left out is told ``about`` them."""
+        """Return the lower precisions to measure on the device; ``about["left_out"]`` gets the reasons for the others."""
         on_cpu, takes_bfloat16 = self.about["device"] == "cpu", self.about["takes_bfloat16"]
         left_out = self.about["left_out"] = []
         if on_cpu and float16 is None:
@@ -99,20 +99,20 @@ class Measurements:
         return ["float16"] * (not on_cpu if float16 is None else float16) + ["bfloat16"] * takes_bfloat16
 
     def _take_turns(self, ways: list[Way], until: float) -> None:
-        """All in changing order, after a warm-up and a step that tells how many make a turn."""
+        """Measure the ways in turns of changing order, after a warm-up and a step that sets the number of steps per turn."""
         steps = WARM_UP
         for number in itertools.count(-2):
             if not ways or number >= ROUNDS[1] or (number >= ROUNDS[0] and time.monotonic() > until):
                 return
-            first, found = number % len(ways), {}
+            first, seconds_of = number % len(ways), {}
             for way in (ways[first:] + ways[:first])[:: 1 if number % 2 else -1]:
                 try:
-                    found[way] = self._workers[way].ask("turn", steps)
+                    seconds_of[way] = self._workers[way].ask("turn", steps)
                 except WorkerError as error:
                     ways.remove(way)
                     self.rows[str(way)].error = str(error)
             if number >= 0:
-                for way, seconds in found.items():
+                for way, seconds in seconds_of.items():
                     self.rows[str(way)].seconds.append(seconds)
             else:
-                steps = 1 if number == -2 else max(1, int(TURN / min(found.values(), default=TURN)))
+                steps = 1 if number == -2 else max(1, int(TURN / min(seconds_of.values(), default=TURN)))

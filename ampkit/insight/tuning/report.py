@@ -1,4 +1,4 @@
-"""What `tune` found: a `Row` for each way of training, and a `Tuning`, which recommends one, prints, and writes files."""
+"""The results of `tune`: a `Row` for each way of training, and a `Tuning` that recommends a way, prints, and writes files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..words import columns, percent
 from .ways import AUTOCAST, FLOAT32, Way
 
 WIDTH = 100
-#: The rule. A loss may be this many times as far from float32's as torch.autocast's is, this far where that failed, or so near;
+#: The rule. Losses may be this many times as far from float32's as torch.autocast's, this far if that failed, or at least this far;
 TIMES_AUTOCAST, WITHOUT_AUTOCAST, NO_DISTANCE = 1.5, 0.01, 1e-4
-#: this share of updates may be lost beyond those that float32 loses; and what is this many times as much is alike.
+#: this share of updates may be lost in addition to those that float32 loses; times and memory within this factor count as equal.
 MORE_LOST, ALIKE = 0.05, 1.03
 RULE = (
     f"The rule: the fastest way whose losses are, step by step, at most {TIMES_AUTOCAST} times as far from float32's as "
@@ -27,10 +27,10 @@ RULE = (
 
 @dataclass
 class Row:
-    """What was measured of one way; where it failed ``error`` says why, and figures are missing.
+    """The measurements of a way; if it failed ``error`` says why, and figures are missing.
 
-    ``seconds`` of a step, turn by turn; ``peak_bytes``, the most that tensors took; ``losses`` of the first steps, of which
-    ``skipped`` were skipped for an overflow; ``lost_updates``, the share that rounding lost in the last five of them.
+    ``seconds`` has the time of a step, turn by turn; ``peak_bytes`` is the peak memory of tensors. ``losses`` has those of the
+    first steps, of which ``skipped`` had an overflow. ``lost_updates`` is the share that rounding lost in the last five of them.
     """
 
     way: Way
@@ -43,42 +43,42 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of ``seconds``; NaN where there are none."""
+        """The quartiles of ``seconds``; NaN if there are none."""
         values = self.seconds if len(self.seconds) > 1 else (self.seconds or [math.nan]) * 2
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return low, median, high
 
     @property
     def loss(self) -> float:
-        """The mean of the last five losses; NaN where there are none."""
+        """The mean of the last five losses; NaN if there are none."""
         return statistics.fmean(self.losses[-5:] or [math.nan])
 
     def ratio(self, other: Row) -> float:
-        """The median of ratios of ``seconds`` to those of another row in the same round."""
-        return statistics.median(own / its for own, its in zip(self.seconds, other.seconds))
+        """Return the median ratio of ``seconds`` to those of another row in the same round."""
+        return statistics.median(x / y for x, y in zip(self.seconds, other.seconds))
 
     def distance(self, reference: Row) -> float:
-        """The mean distance of ``losses`` from those of ``reference``, step by step, over the mean of these; inf for a NaN."""
-        off = statistics.fmean(abs(own - other) for own, other in zip(self.losses, reference.losses, strict=True))
+        """Return the mean distance of ``losses`` from those of ``reference``, relative to the mean of these; inf for a NaN."""
+        off = statistics.fmean(abs(x - y) for x, y in zip(self.losses, reference.losses, strict=True))
         size = statistics.fmean(map(abs, reference.losses))
         return off / size if size and math.isfinite(off) else math.inf
 
 
 @dataclass
 class Tuning:
-    """What `tune` returns: ``print`` it. ``rows`` has all figures, by the name of a way, and ``recommended`` is one of them.
+    """The result of `tune`: ``print`` it. ``rows`` has all figures, by the name of a way, and ``recommended`` is one of them.
 
-    ``about`` says what was trained, where, for how many steps, and what was left out and why.
+    ``about`` has the model, the device, the number of steps, and the ways that were left out, with reasons.
     """
 
     about: dict[str, Any]
     rows: dict[str, Row]
 
     def of_autocast(self, way: Way) -> float | None:
-        """How far from float32's the losses of torch.autocast are, in this precision if it was measured; None where it failed."""
+        """Return the distance of torch.autocast's losses from float32's, in this precision if measured; None if it failed."""
         yardsticks = [row for row in self.rows.values() if row.way.level == AUTOCAST and row.error is None]
-        own = [row for row in yardsticks if row.way.dtype == way.dtype] or yardsticks
-        distances = [row.distance(self.rows[FLOAT32]) for row in own]
+        rows = [row for row in yardsticks if row.way.dtype == way.dtype] or yardsticks
+        distances = [row.distance(self.rows[FLOAT32]) for row in rows]
         return max(filter(math.isfinite, distances), default=None)
 
     def allowed(self, way: Way) -> float:
@@ -91,7 +91,7 @@ class Tuning:
         return f"its losses are {percent(row.distance(self.rows[FLOAT32]))} from float32's, {beside}"
 
     def why_not(self, row: Row) -> str | None:
-        """Why a way is not recommended, however fast; None for one that follows the rule, as float32 does."""
+        """Return the reason why a way is not recommended, however fast; None if it follows the rule, as float32 does."""
         if row.error is not None:
             return "failed"
         if row.distance(self.rows[FLOAT32]) > self.allowed(row.way):
@@ -125,7 +125,7 @@ class Tuning:
 
     @property
     def lines(self) -> list[str]:
-        """What to write into the script for it; nothing for float32."""
+        """The lines to write into the script for the recommended way; none for float32."""
         return self.recommended.way.lines(self.about["device"], self.about["fused"])
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class Tuning:
         return (str(row.way), *figures, str(row.skipped), percent(row.lost_updates))
 
     def to_json(self, path: str | Path) -> None:
-        """Write all figures, what is recommended, and why."""
+        """Write all figures, the recommendation, and its reason as JSON."""
         rows = {name: {**asdict(row), "why_not": self.why_not(row)} for name, row in self.rows.items()}
         told = {"recommended": str(self.recommended.way), "reason": self.reason, "rule": RULE, "lines": self.lines}
         Path(path).write_text(json.dumps({"about": self.about, "rows": rows, **told}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A `Trainer` trains what a factory makes in one way, in a process of its own, and answers in plain numbers."""
+"""`Trainer`: trains the model of a factory in a single way, in a process of its own, and returns plain numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS_FOR_UPDATES = 5  # the last
 
 
 class Trainer:
-    """``threads`` are torch's on the CPU. Ask it to `start` or to `examine`, and then for turns."""
+    """A trainer in a worker: call `start` or `examine`, and then `turn`. ``threads`` is torch's number of CPU threads."""
 
     def __init__(self, located: Any, way: Way, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -34,14 +34,14 @@ class Trainer:
 
     def start(self) -> dict[str, Any]:
         self._make()
-        given = self.optimizer
-        optimizers = optimizers_for(given)
+        original = self.optimizer
+        optimizers = optimizers_for(original)
         self._prepare(self.way)
         return {
             "model": type(self.model).__name__,
-            "optimizer": type(given).__name__,
+            "optimizer": type(original).__name__,
             "optimizers": optimizers,
-            "fused": fused_in_words(given, self.model) if "fused" in optimizers else None,
+            "fused": fused_in_words(original, self.model) if "fused" in optimizers else None,
             "parameters": sum(param.numel() for param in self.model.parameters()),
             "samples": len(next(tensors_in(self.batches[0][0]))),
             "device": self.device.type,
@@ -50,7 +50,7 @@ class Trainer:
         }
 
     def turn(self, steps: int) -> float:
-        batches = [self._on_device(next(self._taken)) for _ in range(steps)]
+        batches = [self._on_device(next(self._next_batches)) for _ in range(steps)]
         self._synchronize()
         start = time.perf_counter()
         for batch in batches:
@@ -74,20 +74,20 @@ class Trainer:
                 lost, total = lost + int(of_param), total + int(of_all)
         share = lost / total if total else math.nan
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # for other processes
+            torch.cuda.empty_cache()  # leave the memory to other processes
         return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes}
 
     def _make(self) -> None:
-        self.model: Any = None  # before another is made
+        self.model: Any = None  # freed before another is made
         self.optimizer: Any = None
         torch.manual_seed(0)
         self.model, self.optimizer, self.batches, self._loss_fn = checked(self._factory())
         self.device = next(self.model.parameters()).device
-        self._taken = itertools.cycle(self.batches)
+        self._next_batches = itertools.cycle(self.batches)
         torch.manual_seed(0)
 
     def _prepare(self, way: Way) -> None:
-        """GradScaler is for torch.autocast in float16, as torch's own examples have it."""
+        """Set up the way: autocast region, optimizer and session; a GradScaler for torch.autocast in float16, as torch advises."""
         kind, is_autocast = self.device.type, way.level == AUTOCAST
         self._scaler = torch.amp.GradScaler(kind, enabled=is_autocast and way.dtype == "float16")
         self._region = functools.partial(torch.autocast, kind, getattr(torch, way.dtype)) if is_autocast else None
@@ -96,11 +96,11 @@ class Trainer:
         self._is_initialized = bool(way.settings)
         if way.settings:
             self.model, self.optimizer = api.initialize(self.model, self.optimizer, verbosity=0, **way.settings)
-            # The factory has bound it before, where a script's loop would look it up anew.
+            # The factory bound the function before it was patched; the loop of a script would look it up anew.
             casting = active_casting()
             self._loss_fn = (casting and casting.wrapper_of(self._loss_fn)) or self._loss_fn
 
-    # One step
+    # A step
 
     def _on_device(self, batch: Any) -> Any:
         return map_tensors(batch, lambda tensor: tensor.to(self.device))
@@ -122,9 +122,9 @@ class Trainer:
         return loss.detach()
 
     def _noted_step(self, losses: list[float]) -> bool:
-        """A step whose loss is noted; whether it was skipped."""
+        """Run a step, append its loss to ``losses``, and return whether it was skipped."""
         scale = self._scaler.get_scale()
-        losses.append(float(self._step(self._on_device(next(self._taken)))))
+        losses.append(float(self._step(self._on_device(next(self._next_batches)))))
         return api.step_was_skipped(self.optimizer) or self._scaler.get_scale() < scale
 
     # The device
@@ -141,7 +141,7 @@ class Trainer:
 
 
 class _Peak:
-    """Finds ``bytes``, the most that new tensors on ``device`` take at once; None where torch does not count them."""
+    """A context that measures ``bytes``, the peak memory of new tensors on ``device``; None if torch does not count it."""
 
     bytes: int | None = None
     device = torch.device("cpu")

@@ -1,6 +1,6 @@
-"""`tune`, and ``ampkit tune``: a factory's model trained in every way that the device has, side by side.
+"""`tune`, and ``ampkit tune``: train the model of a factory in every way that the device supports, side by side.
 
-The measurements are made in other processes (measuring.py), so that this one, its environment and torch in it are left alone.
+The measurements run in other processes (measuring.py), so that this process, its environment and its torch stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .report import Tuning
 from .ways import LEVELS
 
 EXAMPLE = "ampkit tune examples/tuning/models.py:lstm --levels O2 --seconds 2"
-_PATIENCE = 5.0  # seconds until it says what it waits for
+_PATIENCE = 5.0  # seconds of import before a message says so
 _IS_CHILD = "AMPKIT_TUNING"
 _ENVIRONMENT = {**KEEP_FREED, _IS_CHILD: "1"}
 
@@ -66,14 +66,14 @@ def tune(
         raise ValueError(f"tune: levels={unknown} are not accepted: expected some of {', '.join(LEVELS)}.")
     if seconds < 1 or (steps is not None and steps < 1):
         raise ValueError(f"tune: seconds={seconds}, steps={steps}; expected at least 1.")
-    found = located(factory)
+    place = located(factory)
     threads = torch.get_num_threads()
     with PatchSet() as patches:
-        for name in ("__file__", "__spec__"):  # else multiprocessing would import this script
+        for name in ("__file__", "__spec__"):  # else multiprocessing imports this script
             patches.set(sys.modules["__main__"], name, None)
-        # A new process: what this one has computed with, its environment and its threads are no part of what is measured.
-        worker = Worker(multiprocessing.get_context("spawn"), Measurements, found, threads, environment=_ENVIRONMENT)
-    importing = threading.Timer(_PATIENCE, _tell_of_import, [os.path.basename(found[0])])
+        # A new process: the state of torch, the environment and the threads of this one do not affect the measurements.
+        worker = Worker(multiprocessing.get_context("spawn"), Measurements, place, threads, environment=_ENVIRONMENT)
+    importing = threading.Timer(_PATIENCE, _tell_of_import, [os.path.basename(place[0])])
     importing.daemon = True
     importing.start()
     try:
@@ -106,7 +106,7 @@ def _tell_of_import(place: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `tune` takes."""
+    """Add the arguments of `tune`."""
     parser.add_argument("factory", metavar="SCRIPT:FACTORY", help="script.py:factory or package.module:factory")
     parser.add_argument("--seconds", type=float, default=100.0, help="about how long it may take (100)")
     parser.add_argument("--steps", type=int, metavar="N", help="compare the losses of N steps (12 to 60, by the time)")
@@ -116,19 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Print the table. The exit code is 1 where the factory or float32 training fails, 2 for a mistake on the command line."""
+    """Print the table. The exit code is 1 if the factory or float32 training fails, 2 for a mistake on the command line."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         settings = {name: getattr(arguments, name) for name in ("seconds", "steps", "levels", "float16")}
-        found = tune(arguments.factory, **settings)
-    except (ValueError, FileNotFoundError) as error:  # also of a name of no factory
+        tuning = tune(arguments.factory, **settings)
+    except (ValueError, FileNotFoundError) as error:  # also for a name of no factory
         print(f"ampkit {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         print("\n".join([*getattr(error, "__notes__", []), f"ampkit {error}"]), file=sys.stderr)
         return 1
-    print(found)
+    print(tuning)
     if arguments.json:
-        found.to_json(arguments.json)
+        tuning.to_json(arguments.json)
     return 0

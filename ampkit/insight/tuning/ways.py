@@ -14,13 +14,13 @@ from ...plan import default_lower_precision
 
 FLOAT32, AUTOCAST = "float32", "autocast"
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
-#: How a level is told its lower precision; the others are always in bfloat16.
+#: The setting for the lower precision of a level; other levels always use bfloat16.
 _DTYPE_SETTINGS = {"O1": "patch_torch_functions_type", "O2": "cast_model_type", "O3": "cast_model_type"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """``level`` may also be `FLOAT32` or `AUTOCAST`; ``optimizer`` is "given", "fused" or "int8"."""
+    """A way of training. ``level`` may also be `FLOAT32` or `AUTOCAST`; ``optimizer`` is "given", "fused" or "int8"."""
 
     level: str
     dtype: str = FLOAT32
@@ -38,7 +38,7 @@ class Way:
         return {"opt_level": self.level, **({setting: getattr(torch, self.dtype)} if setting else {})}
 
     def lines(self, device: str, fused: str | None) -> list[str]:
-        """What a script says to train so; ``fused`` is how it makes ampkit's optimizer."""
+        """Return the lines of a script that trains so; ``fused`` is the code that makes ampkit's optimizer."""
         if self.level == FLOAT32:
             return []
         if self.level == AUTOCAST:
@@ -53,11 +53,11 @@ class Way:
 
 
 def ways_of(levels: Iterable[str], dtypes: Sequence[str], optimizers: Sequence[str]) -> list[Way]:
-    """float32, torch.autocast, and each level in the precisions that it takes."""
+    """Return the ways: float32, torch.autocast, and each level in the precisions that it supports."""
     ways = [Way(FLOAT32), *(Way(AUTOCAST, dtype) for dtype in dtypes)]
     for level in levels:
-        own = [dtype for dtype in dtypes if level in _DTYPE_SETTINGS or dtype == "bfloat16"]
-        ways += [Way(level, dtype, optimizer) for dtype in own for optimizer in optimizers]
+        supported = [dtype for dtype in dtypes if level in _DTYPE_SETTINGS or dtype == "bfloat16"]
+        ways += [Way(level, dtype, optimizer) for dtype in supported for optimizer in optimizers]
     return ways
 
 
@@ -72,7 +72,7 @@ _FUSED: dict[type, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] =
 
 
 def optimizers_for(optimizer: Any) -> list[str]:
-    """The optimizers of ways: the one that is given, and what of ampkit's computes the same."""
+    """Return the optimizers of ways: the factory's, and those of ampkit's that compute the same."""
     refused = ["amsgrad", "maximize", *["decoupled_weight_decay"] * (type(optimizer) is torch.optim.Adam)]
     if type(optimizer) not in _FUSED or any(group.get(name) for group in optimizer.param_groups for name in refused):
         return ["given"]
@@ -80,18 +80,18 @@ def optimizers_for(optimizer: Any) -> list[str]:
 
 
 def fused(optimizer: Any, **besides: Any) -> Any:
-    kind, names, own = _FUSED[type(optimizer)]
+    kind, names, fixed = _FUSED[type(optimizer)]
     groups = [{name: group[name] for name in ("params", *names)} for group in optimizer.param_groups]
-    return kind(groups, lr=groups[0]["lr"], **own, **besides)
+    return kind(groups, lr=groups[0]["lr"], **fixed, **besides)
 
 
 def fused_in_words(optimizer: Any, model: torch.nn.Module) -> str:
-    """How a script makes it, with settings other than its defaults."""
-    kind, names, own = _FUSED[type(optimizer)]
+    """Return the code that makes the fused optimizer, with the settings that differ from its defaults."""
+    kind, names, fixed = _FUSED[type(optimizer)]
     defaults = inspect.signature(kind).parameters
     groups = optimizer.param_groups
-    given = {name: groups[0][name] for name in names} | {"lr": groups[0].get("initial_lr", groups[0]["lr"])} | own
-    words = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
+    settings = {name: groups[0][name] for name in names} | {"lr": groups[0].get("initial_lr", groups[0]["lr"])} | fixed
+    words = [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name].default]
     is_whole = len(groups) == 1 and set(groups[0]["params"]) == set(model.parameters())
     params = "model.parameters()" if is_whole else "optimizer.param_groups"
     return f"ampkit.optimizers.{kind.__name__}({', '.join([params, *words])})"
