@@ -1,1 +1,1 @@
-"""From forward to step: what happens around every backward pass, and what `initialize` puts on an optimizer."""
+"""An iteration from forward to step: blocks around backward passes, and the wrappers that `initialize` puts on optimizers."""

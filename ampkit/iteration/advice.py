@@ -1,8 +1,8 @@
-"""What a session tells a script once: mistakes that ruin a run, each with what to do about it.
+"""Warnings that a session logs once: mistakes that ruin a run, each with its remedy.
 
 `Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
-session's first blocks only. What a script does outside of blocks is seen where it calls ``backward``, clips gradients by
-torch.nn.utils or has a GradScaler of its own, which `calls_of_torch` patches while sessions are alive.
+session's first blocks only. While sessions are alive, `calls_of_torch` patches the functions of torch that run a backward pass,
+clip gradients or unscale them for a GradScaler: they show mistakes outside of blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .reach import reaching_backward
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
-#: By the name of a condition: what was found, and what to do.
+#: By the name of a condition: the mistake, and its remedy.
 ROWS = {
     "hook": (
         "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied by the loss "
@@ -92,17 +92,17 @@ _ZERO_IN_FLOAT16 = 2.0**-25
 
 
 class Advice:
-    """The rows of `ROWS` that one session has told, and what its scaled losses have told about backward passes."""
+    """The rows of `ROWS` that one session has logged, and a count of the backward passes through its scaled losses."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
+        #: Whether a backward pass has gone through a scaled loss. Until then every block checks its own pass.
         self.scaled_loss_was_used = False
-        #: The backward passes through scaled losses that `before_backward` has put a hook on.
+        #: How many backward passes have gone through scaled losses, counted by the hook of `before_backward`.
         self.passes = self._passes_before = 0
 
     def is_first(self, row: str) -> bool:
-        """Whether this is asked of ``row`` for the first time."""
+        """Whether this is the first call for ``row``."""
         if row in self._told:
             return False
         self._told.add(row)
@@ -113,7 +113,7 @@ class Advice:
             logger.warning(" ".join(ROWS[row]), *values)
 
     def before_training(self, optimizer: Any, opt_level: str) -> None:
-        """Look whether an optimizer will divide in float16, in which the eps that keeps its divisor from 0 is 0 itself."""
+        """Warn of an optimizer that will divide in float16, where the eps that keeps its divisor from 0 rounds to 0."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and 0 < eps <= _ZERO_IN_FLOAT16:
@@ -123,7 +123,7 @@ class Advice:
     # At a block
 
     def before_backward(self, named: list[Any], scaled: torch.Tensor) -> None:
-        """Look for hooks at the first block, and count backward passes through ``scaled``."""
+        """Warn of a parameter with a hook at the first block, and count backward passes through ``scaled``."""
         for wrapper in named if self.is_first("first block") else ():
             for param in wrapper.gradients.params:
                 if _has_hook_of_script(param):
@@ -137,7 +137,7 @@ class Advice:
         self.passes += 1
 
     def after_backward(self, named: list[Any]) -> None:
-        """Look whether a backward pass went through the scaled loss, until one has."""
+        """Warn of a block without a backward pass through its scaled loss, until one pass has gone through one."""
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
             if any(wrapper.gradients.has_fresh for wrapper in named if not wrapper.gradients.stay):
@@ -147,7 +147,7 @@ class Advice:
 
 
 def _has_hook_of_script(param: torch.Tensor) -> bool:
-    """Whether hooks other than torch's and ours are on a parameter: what averages gradients is right at any scale."""
+    """Whether a parameter has other hooks than torch's, ampkit's and Horovod's, which are right at any loss scale."""
     for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
             while isinstance(hook, functools.partial):
@@ -161,11 +161,11 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 
 
 def _group(original: Callable, lists: Any, *args: Any, **kwargs: Any) -> Any:
-    """What all of torch.nn.utils that measures or clips gradients calls: in a block these are multiplied by the loss scale."""
+    """Raise where torch.nn.utils clips or measures gradients that are still scaled; with Apex's policy warn."""
     for wrapper in wrappers():
         if not wrapper.holds_scaled(lists[0]):
             continue
-        if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
+        if wrapper.owner.plan.policy.base != "apex":  # Apex lets such scripts run on
             raise ConfigurationError(
                 "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
                 "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
@@ -176,7 +176,7 @@ def _group(original: Callable, lists: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(original: Callable, grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a ``torch.amp.GradScaler`` calls in ``step`` and in ``unscale_``."""
+    """Warn where a ``torch.amp.GradScaler`` unscales for an optimizer with a loss scale, in ``step`` or ``unscale_``."""
     for wrapper in wrappers():
         if wrapper.optimizer() is optimizer and wrapper.has_scale:
             wrapper.advice.tell("GradScaler", type(optimizer).__name__)

@@ -1,7 +1,7 @@
-"""The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` holds what they share.
+"""The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` the state that they share.
 
-`collect` is the end of a block: it has gradients unscaled, checked and added up, moves the scale, and hands the flag to the
-optimizers. Nothing waits for a device.
+`collect` ends a block: it unscales, checks and adds up gradients, moves the scale, and hands the flag to the optimizers. Nothing
+waits for a device.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, keep_casts_to_step
 from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
 
-_NO_DDP = weakref.ref(set())  # of what is gone
+_NO_DDP = weakref.ref(set())  # a dead reference
 
 
 @dataclass(eq=False)
 class Block:
-    """One ``with scale_loss(...)``; see `ampkit.scale_loss`.
+    """A ``with scale_loss(...)`` block; see `ampkit.scale_loss`.
 
-    ``named`` wraps the optimizers that the block was given. It holds the gradients of these, of the other optimizers of their
-    sessions, and whatever else its backward passes reach (`before_backward`).
+    ``named`` has the wrappers of the optimizers that `scale_loss` was given. The block holds their gradients, those of the other
+    optimizers of their sessions, and all others that its backward passes reach (`before_backward`).
     """
 
     scaling: LossScaling
@@ -54,7 +54,7 @@ class Block:
 
     def __enter__(self) -> torch.Tensor:
         self._held: list[OptimizerWrapper] = []
-        self._ran = self.has_python = False  # a backward pass, and over functions in Python
+        self._ran = self.has_python = False  # a backward pass, and one over functions in Python
         self.thread = threading.get_ident()
         self.scaled = self.loss.float()
         self._is_one = self.scaler.is_one
@@ -106,7 +106,7 @@ class Block:
         self._leave(error)
 
     def _leave(self, error: object) -> None:
-        """Nothing is held any more, and statistics can be saved. After an error gradients are as they were before."""
+        """Close the block, and keep running statistics finite. After an ``error`` put gradients back."""
         if self in open_blocks:
             open_blocks.remove(self)
         for wrapper in self._held or self.named:
@@ -115,14 +115,14 @@ class Block:
         if error is not None:
             self._put_back()
 
-    # What it holds
+    # The gradients that a block holds
 
     def _hold(self, reached: Iterable[OptimizerWrapper], is_guess: bool = False) -> None:
-        """Stash the gradients of these and of all in their sessions. None are touched where those of one have to be refused.
+        """Stash the gradients of all optimizers in the sessions of ``reached``. Where one is refused, none is touched.
 
-        A guess is what a function in Python may reach: it is let go where it is used before it has got a gradient.
+        ``is_guess`` marks optimizers that a function in Python may reach. A use before they get a gradient releases them.
         """
-        sessions = [one.owner for one in reached]
+        sessions = [wrapper.owner for wrapper in reached]
         fresh: list[OptimizerWrapper] = []
         for wrapper in wrappers():
             if wrapper.owner in sessions and wrapper not in self._held:
@@ -138,10 +138,10 @@ class Block:
             wrapper.gradients.open(self.scale, ddp is not None and ddp.gradient_as_bucket_view, self, is_guess)
 
     def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Stash the gradients of these, which no optimizer of ours updates."""
+        """Stash the gradients of tensors that no initialized optimizer updates."""
         outside = self.scaling.outside
         outside.drop({id(slot.param) for wrapper in self._held for slot in wrapper.gradients.slots} & outside.ids)
-        fresh = [Slot(tensor) for key, tensor in {id(one): one for one in tensors}.items() if key not in outside.ids]
+        fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in outside.ids]
         for session in live_sessions:
             if session.scaling is not self.scaling and any(
                 id(slot.param) in session.scaling.outside.ids for slot in fresh
@@ -158,9 +158,9 @@ class Block:
             outside.open(self.scale, holder=self)
 
     def before_backward(self, roots: Sequence[Any], inputs: Any, scaled: Sequence[Block]) -> None:
-        """Before a backward pass from ``roots``, which comes from the scaled losses of these blocks: hold what it will write to.
+        """Hold what a backward pass from ``roots`` will write to; ``scaled`` are the blocks whose scaled losses it comes from.
 
-        Raises `ConfigurationError` for one that reaches optimizers of other sessions past these losses.
+        Raises `ConfigurationError` for a pass that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
@@ -174,7 +174,7 @@ class Block:
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
-        """Hold those that no optimizer of ``every`` updates; behind a function in Python may be all such of the models."""
+        """Hold the leaves that no wrapper of ``every`` updates, and with ``has_python`` all such parameters of the models."""
         outside = []
         for leaf in leaves:
             for wrapper in every:
@@ -186,26 +186,26 @@ class Block:
             self._hold_unowned(outside, has_python)
 
     def _hold_strangers(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
-        """Hold the optimizers of other sessions that the scaled loss reaches. Raises where the other roots reach more."""
-        others = [one for one in wrappers() if one.gradients.state is not State.IN_BLOCK]
+        """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
+        candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
         certain = reached._replace(has_python=False)
-        found = [one for one in others if certain.may_write_to(one.gradients.ids)]
+        to_hold = [wrapper for wrapper in candidates if certain.may_write_to(wrapper.gradients.ids)]
         losses = {block.scaled.grad_fn for block in scaled}
         if any(node_of(root) not in losses for root in roots):
             beside = leaves_of(map(node_of, roots), past=losses)
-            if any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
+            if any(wrapper not in to_hold and beside.may_write_to(wrapper.gradients.ids) for wrapper in candidates):
                 raise ConfigurationError(
                     "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
                     "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the "
                     "block, or in one of its own, or add its loss to the one that scale_loss is given, with both optimizers."
                 )
-        self._hold(found)
+        self._hold(to_hold)
         if reached.has_python:
-            self._hold([one for one in others if one not in self._held], is_guess=True)
+            self._hold([wrapper for wrapper in candidates if wrapper not in self._held], is_guess=True)
 
     def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
-        """Hold leaves that no optimizer of ours updates, but for what FSDP2 has gathered. Apex's scripts are told of them."""
-        for session in dict.fromkeys([one.owner for one in self._held]):
+        """Hold leaves that no initialized optimizer updates, except what FSDP2 has gathered. With Apex's policy only warn."""
+        for session in dict.fromkeys([wrapper.owner for wrapper in self._held]):
             if has_python:
                 outside += session.scaling.find_unowned(session)
             gathered = session.gathered_params()
@@ -214,12 +214,12 @@ class Block:
             session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
             first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
             is_parameter = isinstance(first, torch.nn.Parameter)
-            what = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
-            self.scaling.advice.tell("unowned", what)
+            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
+            self.scaling.advice.tell("unowned", label)
         elif outside:
             self._hold_outside(outside)
 
-    # Its end
+    # The end of a block
 
     def _put_back(self) -> None:
         backward = BackwardPass(self.scale, done=set())
@@ -235,7 +235,7 @@ class Block:
                 "The session was closed inside of this scale_loss block, so nothing unscales its gradients: they are multiplied "
                 "by the loss scale. Leave the block before close() or another initialize(), and clear the gradients now."
             )
-        if self.has_python:  # guesses may be let go
+        if self.has_python:  # guesses may have been released
             self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
         if is_to_look and self.scaled.requires_grad:
@@ -253,7 +253,7 @@ class Block:
                 scaling.outside.keep_scaled(scale)
         elif scaling.held_scale is not None or not (
             # A script may leave a block early, ``continue``. Processes that agree all collect.
-            self._ran or any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
+            self._ran or any(wrapper.gradients.has_fresh or wrapper.gradients.process_groups for wrapper in self._held)
         ):
             self._put_back()
         else:
@@ -283,56 +283,56 @@ def collect(
 
     An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
     """
-    # What blocks with delay_overflow_check=True found belongs to this iteration.
-    found = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
+    # The flag of blocks with delay_overflow_check=True belongs to this iteration.
+    finding = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
     if outside is not None:
-        outside.collect(backward, found)
+        outside.collect(backward, finding)
     for wrapper in named:
-        wrapper.gradients.collect(backward, found)
+        wrapper.gradients.collect(backward, finding)
     for wrapper in unnamed:
-        _collect_unnamed(wrapper, backward, found, named)
-    if found is not None:
-        found.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
-    for wrapper in named:  # not before: the flag is what has been found in all of them
-        wrapper.findings.add(found)
-    if found is None:
+        _collect_unnamed(wrapper, backward, finding, named)
+    if finding is not None:
+        finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
+    for wrapper in named:  # not before: the flag covers all of them
+        wrapper.findings.add(finding)
+    if finding is None:
         return
-    if not found.is_clean:
+    if not finding.is_clean:
         if loss is not None:
-            found.loss = loss.detach()
+            finding.loss = loss.detach()
         if outside is not None:  # no optimizer clears these
-            outside.zero_where(found.flag)
-        for wrapper in named:  # nor what another's block would add to
-            wrapper.gradients.zero_where(found.flag, all_of_them=False)
+            outside.zero_where(finding.flag)
+        for wrapper in named:  # nor gradients that another optimizer's block would add to
+            wrapper.gradients.zero_where(finding.flag, all_of_them=False)
     if delay_overflow_check:
-        scaler.delayed_check = found
+        scaler.delayed_check = finding
         return
-    scaler.update(found, moves_scale=not backward.local)
+    scaler.update(finding, moves_scale=not backward.local)
 
 
 def _collect_unnamed(
-    wrapper: OptimizerWrapper, backward: BackwardPass, found: FoundInf | None, named: Sequence[OptimizerWrapper]
+    wrapper: OptimizerWrapper, backward: BackwardPass, finding: FoundInf | None, named: Sequence[OptimizerWrapper]
 ) -> None:
     gradients = wrapper.gradients
     # Processes that step together must all ask.
     if not (gradients.has_fresh or gradients.process_groups):
         gradients.put_back(backward)
         return
-    of_unnamed = None if found is None else new_finding(named)
-    gradients.collect(backward, of_unnamed)
-    if of_unnamed is not None:
-        of_unnamed.agree(gradients.process_groups)
-    wrapper.findings.add(of_unnamed)
-    if found is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
-        wrapper.findings.share(found)
+    unnamed_finding = None if finding is None else new_finding(named)
+    gradients.collect(backward, unnamed_finding)
+    if unnamed_finding is not None:
+        unnamed_finding.agree(gradients.process_groups)
+    wrapper.findings.add(unnamed_finding)
+    if finding is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
+        wrapper.findings.share(finding)
 
 
 class LossScaling:
-    """What the blocks of one session share, and what its GradScaler calls in their place.
+    """The state that the blocks of one session share, and the methods that its GradScaler calls in their place.
 
-    ``scalers`` has one loss scaler per loss; ``outside`` the gradients that a block holds, or that wait at its scale, of tensors
-    without an optimizer of ours; ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP module whose
-    forward ran last.
+    ``scalers`` has one loss scaler per loss; ``outside`` the gradients of tensors without an initialized optimizer, while a block
+    holds them or they wait at its scale; ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP
+    module whose forward ran last.
     """
 
     def __init__(self, plan: Any) -> None:
@@ -357,15 +357,15 @@ class LossScaling:
         return self.scalers[loss_id]
 
     def find_unowned(self, session: Any) -> list[torch.Tensor]:
-        """The parameters of the session's models that no optimizer of ours updates.
+        """The parameters of the session's models that no initialized optimizer updates.
 
         Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
         """
-        ids = {one for wrapper in wrappers() for one in wrapper.gradients.ids}.union(session.gathered_params())
+        ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
     def forget_outside(self) -> None:
-        """After a block, unless gradients wait at its scale."""
+        """Forget the slots of ``outside`` after a block, unless their gradients wait at its scale."""
         if self.outside.slots and self.outside.state is not State.WAITING:
             self.outside.forget_slots()
 
@@ -379,14 +379,14 @@ class LossScaling:
     def backward_was_local(self) -> bool:
         """Whether the gradients of the backward pass that just ran were left unreduced.
 
-        torch's DDP decides that in its forward pass; one that decides in each backward pass says so afterwards.
+        torch's DDP decides that in its forward pass; a DDP that decides in each backward pass has `last_backward_was_local`.
         """
         was_local, self._runs_without_sync = self._runs_without_sync, False
         said = getattr(self.ddp(), "last_backward_was_local", None)
         return was_local if said is None else said
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
-        """At a step, while gradients wait after ``delay_unscale=True``: end the iteration as a block would have."""
+        """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
         scaler = wrapper.delayed_with or self.scalers[0]
         backward = BackwardPass(wrapper.gradients.scale)
         collect(backward, [wrapper], [], self._outside_waiting(), scaler)
@@ -401,39 +401,39 @@ class LossScaling:
         gradients_wait, groups = wrapper.gradients.state is State.WAITING, wrapper.gradients.process_groups
         if not gradients_wait and (scaler.is_one or wrapper.gradients.has_fresh or not groups):
             return None
-        found = None if scaler.is_one else new_finding([wrapper], scaler)
+        finding = None if scaler.is_one else new_finding([wrapper], scaler)
         if not gradients_wait:  # this process has none, others may
-            found.agree(groups)
-            return found
+            finding.agree(groups)
+            return finding
         scale, outside = wrapper.gradients.scale, self._outside_waiting()
         for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
-            gradients.collect(BackwardPass(scale), found)
-        if found is not None:
-            found.agree(groups)
-            if outside is not None and not found.is_clean:
-                outside.zero_where(found.flag)
+            gradients.collect(BackwardPass(scale), finding)
+        if finding is not None:
+            finding.agree(groups)
+            if outside is not None and not finding.is_clean:
+                outside.zero_where(finding.flag)
         self.forget_outside()
-        return found
+        return finding
 
-    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
-        """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
-        scaler.update(FoundInf.any_of([one for _, one in found]))
-        if any(wrapper.findings.skipped for wrapper, _ in found):
+    def end_iteration(self, findings: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
+        """Move the scale by the flags of these optimizers together, and report a skip."""
+        scaler.update(FoundInf.any_of([finding for _, finding in findings]))
+        if any(wrapper.findings.skipped for wrapper, _ in findings):
             scaler.report(wait=True)
 
     def synchronize(self) -> None:
-        """Wait for every iteration, and log the skipped ones. Nothing is raised: the next block will."""
+        """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
 
 
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
-    """The flag of one block, in whose gradients nothing is found yet."""
+    """Return a clear flag for a block of these optimizers."""
     return FoundInf.clear(home_of(wrappers), scaler, wrappers[0].owner.name_of)
 
 
 def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:
-    """Where the loss scale of these optimizers lives."""
+    """The device of these optimizers' loss scale: that of the first parameter, or the CPU without any."""
     for wrapper in named:
         if wrapper.gradients.slots:
             return wrapper.gradients.slots[0].param.device

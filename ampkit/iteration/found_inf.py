@@ -1,8 +1,8 @@
-"""Unscaling gradients, and whether they are finite: written by kernels on their device, read by the host where it must.
+"""Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
 
 `unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
-go one by one. A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an optimizer
-into the flag of a step.
+are handled one by one. A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an
+optimizer into the flag of a step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class FoundInf:
     """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
 
     ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
-    first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler whose iteration this is part of,
+    first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler of its iteration,
     None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
     """
 
-    is_clean = False  # whether the host knows that no gradient was: on the CPU, where `agree` need not wait
+    is_clean = False  # whether the host knows that all were finite: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
-    iteration: int | None = None  # its number, from 1, of those that the scaler has ended; None in a CUDA graph
+    iteration: int | None = None  # its number, from 1, among the scaler's iterations; None in a CUDA graph
 
     def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
         self.flag, self.scaler, self._name_of = flag, scaler, name_of
@@ -47,11 +47,11 @@ class FoundInf:
 
     @classmethod
     def clear(cls, device: torch.device, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> FoundInf:
-        """One on this device, with nothing found yet."""
+        """Return a clear flag on this device."""
         return cls(constant(0.0, torch.float32, device).clone(), scaler, name_of)
 
     def agree(self, groups: Iterable[Any] = ()) -> None:
-        """All is found: processes of these groups step together or not at all, so the flag is set where it is set on one."""
+        """End the check. Processes of ``groups`` step together or not at all, so a flag that is set on one is set on all."""
         if groups:
             highest(self.flag, groups)
         self.is_clean = is_known_clean(self.flag)
@@ -69,36 +69,36 @@ class FoundInf:
         return None
 
     def sum_of_loss(self) -> float:
-        """Finite where the loss is, or is not known."""
+        """The sum of the loss: finite if all of it is, and 0.0 where no loss is known."""
         return 0.0 if self.loss is None else arrived(self.loss)
 
     def cause(self, unnamed: Callable[[], str | None]) -> str:
-        """The iteration, and what was not finite in it: ``iteration 7: the gradient of 'fc.weight'``; once the host knows of it."""
+        """The iteration and its origin, ``iteration 7: the gradient of 'fc.weight'``, for a flag that the host knows."""
         loss = self.sum_of_loss()
         if math.isfinite(loss):
             name = self.first_nonfinite() or unnamed()
-            what = f"the gradient of {name}" if name else ""
+            origin = f"the gradient of {name}" if name else ""
         else:
-            what = f"the loss is {loss}"
-        return ": ".join(filter(None, (f"iteration {self.iteration}" if self.iteration else "", what)))
+            origin = f"the loss is {loss}"
+        return ": ".join(filter(None, (f"iteration {self.iteration}" if self.iteration else "", origin)))
 
     @classmethod
-    def any_of(cls, found: Sequence[FoundInf]) -> FoundInf:
-        """One for all of these, where the first of them is that is not known to be clean."""
-        if len(found) == 1:
-            return found[0]
-        first, *others = [one for one in found if not one.is_clean] or found[:1]
+    def any_of(cls, findings: Sequence[FoundInf]) -> FoundInf:
+        """Combine flags into one, on the device of the first that is not known to be clean."""
+        if len(findings) == 1:
+            return findings[0]
+        first, *further = [finding for finding in findings if not finding.is_clean] or findings[:1]
         flag = first.flag
-        if others:
-            flag = torch.stack([flag, *[on(one.flag, flag.device) for one in others]]).amax(0)
+        if further:
+            flag = torch.stack([flag, *[on(finding.flag, flag.device) for finding in further]]).amax(0)
         combined = cls(flag, name_of=first._name_of)
-        combined.lists = [pair for one in (first, *others) for pair in one.lists]
+        combined.lists = [pair for finding in (first, *further) for pair in finding.lists]
         combined.is_clean = first.is_clean
         return combined
 
 
 def arrived(tensor: torch.Tensor) -> float:
-    """The sum of a tensor that its device has computed, as the host knows. Does not wait for what was queued since."""
+    """The sum of a tensor that its device is known to have computed. Does not wait for work that was queued since."""
     values = local(tensor)
     if values.is_cuda:
         with torch.cuda.stream(_beside(values.device)):
@@ -117,12 +117,12 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of shape [], to be cloned: that takes a third of the time of making one."""
+    """A cached tensor of shape [], to be cloned: that takes a third of the time of making one."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured that may be about this tensor."""
+    """Whether a CUDA graph is being captured that may read or write this tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -148,22 +148,22 @@ def is_known_clean(flag: torch.Tensor) -> bool:
 
 
 def places_for(
-    found: FoundInf | None, tensors: Sequence[torch.Tensor]
+    finding: FoundInf | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The ``found_inf`` and ``first_bad`` (int64, shape []) of a kernel over these tensors; None where nothing is checked."""
-    if found is None or not tensors:
+    if finding is None or not tensors:
         return None, None
-    index = constant(kernels.NO_BAD, torch.int64, found.flag.device).clone()
-    found.lists.append((tensors, index))
-    return found.flag, index
+    index = constant(kernels.NO_BAD, torch.int64, finding.flag.device).clone()
+    finding.lists.append((tensors, index))
+    return finding.flag, index
 
 
 @dataclass(eq=False)
 class BackwardPass:
-    """What has to be known of a backward pass to unscale its gradients.
+    """The facts about a backward pass that are needed to unscale its gradients.
 
-    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``done`` are the slots of several
-    optimizers that one of them has handled; None where there is only one optimizer.
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``done`` has the slots that several
+    optimizers share and one of them has handled; None where there is only one optimizer.
     """
 
     scale: Scale
@@ -174,9 +174,9 @@ class BackwardPass:
         self.inv = self.scale.reciprocal() if isinstance(self.scale, torch.Tensor) else 1.0 / self.scale
 
     def take(self, slots: list[Slot]) -> list[Slot]:
-        """Those that no other optimizer has handled; they count as handled from here on.
+        """Return the slots that no other optimizer has handled, and count them as handled.
 
-        Stashes go of parameters whose gradients a script has cleared since, ``p.grad = None``.
+        Drops the stash of a parameter whose gradient a script has cleared since, ``p.grad = None``.
         """
         if self.done is not None:
             slots = [slot for slot in slots if slot not in self.done]
@@ -192,12 +192,12 @@ def is_sparse(gradient: torch.Tensor) -> bool:
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores: all of it, or the values of a sparse one."""
+    """The elements that a gradient stores: all of a dense one, the values of a sparse one."""
     return gradient if gradient.layout is torch.strided else gradient._values()
 
 
 def bring_to(slots: list[Slot], factor: Scale) -> None:
-    """Multiply gradients that stay, in the precision of their weights, in which the backward pass adds to them."""
+    """Multiply gradients that stay in ``.grad``, in their weights' precision, to which the backward pass adds."""
     is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
     inputs, outputs = [], []
     for slot in slots:
@@ -214,10 +214,10 @@ def bring_to(slots: list[Slot], factor: Scale) -> None:
     kernels.multi_tensor_scale(inputs, outputs, factor)
 
 
-def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
-    """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
+def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
+    """Unscale gradients in place, or into float32 where the weight's precision cannot hold the result."""
     inv = backward.inv
-    if found is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
+    if finding is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
         return
     params, inputs, outputs, is_in_place = [], [], [], True
     for slot, gradient in fresh:
@@ -239,14 +239,14 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf |
         params.append(slot.param)
         inputs.append(gradient)
         outputs.append(output)
-    kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
+    kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(finding, params))
 
 
-def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
+def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
     """Unscale fresh gradients and add them to stashed ones: in float32, where the weight's value is float32."""
     apart = [(slot, gradient) for slot, gradient in sums if _is_for_torch(gradient) or _is_for_torch(slot.stash)]
     if apart:
-        unscale(apart, backward, found)
+        unscale(apart, backward, finding)
     params, fresh, stashes, totals = [], [], [], []
     for slot, gradient in sums:
         total = stash = slot.stash
@@ -254,7 +254,7 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, found: Foun
         if _is_for_torch(gradient) or _is_for_torch(stash):
             put_gradient(slot.param, _sum(slot.param.grad, stash, stash.dtype if slot.entry is None else torch.float32))
             continue
-        is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
+        is_of_script = stash._is_view()  # a view of a flat buffer: autograd leaves no views
         if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
             total = torch.empty_like(stash, dtype=torch.float32)
         put_gradient(slot.param, total)
@@ -262,12 +262,12 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, found: Foun
         fresh.append(gradient)
         stashes.append(stash)
         totals.append(total)
-    flag, first_bad = places_for(found, params)
+    flag, first_bad = places_for(finding, params)
     kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
 
 
 def _is_for_torch(gradient: torch.Tensor) -> bool:
-    """Whether no multi-tensor kernel adds it up: a sparse one, or one that autograd has recorded."""
+    """Whether torch has to add this gradient up, since it is sparse, or autograd has recorded it."""
     return is_sparse(gradient) or gradient.grad_fn is not None
 
 
@@ -275,7 +275,7 @@ def _is_for_torch(gradient: torch.Tensor) -> bool:
 def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of two gradients, sparse where both are."""
     if is_sparse(gradient) is not is_sparse(stash):
-        gradient, stash = (one.to_dense() if is_sparse(one) else one for one in (gradient, stash))
+        gradient, stash = (x.to_dense() if is_sparse(x) else x for x in (gradient, stash))
     return gradient.to(dtype) + stash.to(dtype)
 
 
@@ -285,63 +285,63 @@ def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> tor
 class Findings:
     """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
 
-    A flag is about gradients, and goes with them: it is dropped where they are cleared, or others put in their place. A step looks
-    at the gradients that it would step with, and goes by the flags of the blocks that made them too: what a script has repaired
-    since, or another optimizer of the block has met, skips it all the same.
+    A flag belongs to gradients: it is dropped where they are cleared or replaced. A step checks the gradients that it would use,
+    and reads the flags of the blocks that made them too. So it is skipped even if a script has repaired an overflow since, or
+    if the overflow was in gradients of another optimizer of the block.
     """
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
-        self._found: FoundInf | None = None  # by all blocks that made the gradients that are there
-        self.new: list[FoundInf] = []  # by these blocks, until a step has counted them
-        self._shared: FoundInf | None = None  # by another optimizer's block, which made some of these gradients
-        self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
-        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite where these gradients are
-        #: Of the optimizers that a block at loss scale 1 has named together: what those have found that have stepped since.
+        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
+        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
+        self._shared: FoundInf | None = None  # that of another optimizer's block, which made some of these gradients
+        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
+        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
         self._beside: dict[Findings, FoundInf | None] = {}
-        self.of_step: FoundInf | None = None  # what the last step went by
+        self.of_step: FoundInf | None = None  # the flag that decided the last step
         self.scaler: Any = None  # of the last block
-        self._scalers: list[Any] = []  # of the blocks that the last step has gone by
+        self._scalers: list[Any] = []  # of the blocks whose flags decided the last step
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
-    def add(self, found: FoundInf | None) -> None:
-        """A block has made gradients, and found this in them; None where it does not check them."""
+    def add(self, finding: FoundInf | None) -> None:
+        """Note the flag of a block that has made gradients; None where it does not check them."""
         self._checked = self._shared = None
-        if found is not None:
-            before = self._found if self.new else None  # a step has gone by that of no new block
-            if found not in self.new:  # else of a block with a delayed check too, which this one ends
-                self.new.append(found)
-            self._found = found if before in (None, found) else FoundInf.any_of([before, found])
+        if finding is not None:
+            before = self._found if self.new else None  # no step has used the flags of new blocks
+            if finding not in self.new:  # else the flag of a delayed check, which this block ends
+                self.new.append(finding)
+            self._found = finding if before in (None, finding) else FoundInf.any_of([before, finding])
             self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
-        """A block has named the optimizer. Where only steps look at gradients, those ``named`` together skip together."""
+        """Note a block that names the optimizer. Where only steps check gradients, all ``named`` optimizers skip together."""
         self.scaler = scaler
-        self._beside = {} if len(named) < 2 else {one.findings: None for one in named if one.findings is not self}
+        self._beside = {} if len(named) < 2 else {x.findings: None for x in named if x.findings is not self}
 
-    def share(self, found: FoundInf) -> None:
-        """Another optimizer's block has made gradients that this one updates too, until a block makes them again."""
-        self._shared = found
+    def share(self, finding: FoundInf) -> None:
+        """Note the flag of another optimizer's block, whose gradients this optimizer updates too. It holds until the next `add`."""
+        self._shared = finding
 
     def mark_checked(self, number: torch.Tensor) -> None:
-        """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
+        """Let the next step judge the present gradients by a number that is finite if they are, instead of a check of its own."""
         self._checked = number, seen(self._gradients.params)
 
     def judge(self, checks: bool = False) -> FoundInf | None:
-        """What decides whether this step is to be skipped; None where nothing was checked. Nothing waits for its flag.
+        """Return the flag that decides whether this step is skipped, or None where nothing was checked. Does not wait for the flag.
 
-        At loss scale 1 gradients are looked at with ``checks`` alone.
+        At loss scale 1 gradients are checked only with ``checks``.
         """
         self._drop_of_others()
         new, self.new = self.new, []
         self._scalers, apart = [self.scaler], []
-        for one in new:
-            self._scalers.append(one.scaler)
-            if one.scaler is not None and one.scaler.delayed_check is one:  # its iteration ends now at the latest
-                one.scaler.update(one)
-            if not one.moves_scale:
-                apart.append(one)
+        for finding in new:
+            self._scalers.append(finding.scaler)
+            if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
+                finding.scaler.update(finding)
+            if not finding.moves_scale:
+                apart.append(finding)
         scaler, before = self.scaler or self._owner.scaling.scalers[0], self._found
         is_one = scaler.is_one
         if (checks or not is_one) and not (before is not None and self._is_settled()):
@@ -381,43 +381,43 @@ class Findings:
         return self.of_step is not None and self.of_step.overflowed
 
     def look_again(self) -> None:
-        """Hold no gradient as it was: the next step looks at all of them."""
+        """Forget that gradients were checked: the next step checks all of them."""
         self._judged = self._checked = None
 
     def forget(self) -> None:
-        """The gradients are gone, and what was found in them."""
+        """Forget the flags of gradients that are gone."""
         self._found = self._judged = self._checked = self._shared = self._gradients.judged = None
         self.new = []
         self.came_through_no_block = False
 
     def drop_cleared(self) -> None:
-        """There are no gradients: what was found in them goes. A flag stays of a block that has made none of them."""
+        """Forget the flags of gradients that were cleared. The flag of a block that has made no gradients stays."""
         if self._gradients.judged is not None or self._found is None:
             self.forget()
 
     def zero_skipped(self, closes: bool = False) -> None:
-        """Before a block adds to gradients that a step has refused, or a session closes: zeros in their place."""
+        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes."""
         if closes or not self.new:
             self._drop_of_others()
             if self._found is not None and not self._found.is_clean:
                 self._gradients.zero_where(self._found.flag)
 
     def _drop_of_others(self) -> None:
-        """Forget flags of gradients in whose places a script has put others."""
+        """Forget the flags of gradients that a script has replaced."""
         if self._gradients.judged is not None and not self._gradients.are_judged:
             self.forget()
 
-    def _heed_others(self, own: FoundInf) -> FoundInf:
-        """What was found by this optimizer, or by another one of the block."""
-        found, beside, self._beside = [own], self._beside, {}
-        for other, theirs in beside.items():
-            found.append(other._look() if theirs is None else theirs)
+    def _heed_others(self, finding: FoundInf) -> FoundInf:
+        """Combine this optimizer's flag with those of the block's other optimizers."""
+        findings, beside, self._beside = [finding], self._beside, {}
+        for other, known in beside.items():
+            findings.append(other._look() if known is None else known)
             if self in other._beside:
-                other._beside[self] = own
-        return FoundInf.any_of(found)
+                other._beside[self] = finding
+        return FoundInf.any_of(findings)
 
     def _is_settled(self) -> bool:
-        """Whether the flag of the blocks is all that there is to know: no gradient was written to since they were judged.
+        """Whether the flag of the blocks still holds: no gradient was written to since they were judged.
 
         torch counts no write through an alias, and none of a collective: a script may average gradients by hand, over
         ``process_group`` or in a job of several processes without DDP. Processes that step together have agreed in the block.
@@ -436,16 +436,16 @@ class Findings:
         return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
 
     def _look(self) -> FoundInf:
-        """Whether the gradients of now are finite, on all processes that step together."""
+        """Check the present gradients, on all processes that step together, and return the flag."""
         gradients = self._gradients
         if self._checked is not None and are_still(self._checked[1], gradients.params):
-            found = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
-            found.agree()
-            return found
-        found = FoundInf.clear(gradients.device, name_of=self._owner.name_of)
-        gradients.check(found)
-        found.agree(gradients.process_groups)
-        return found
+            finding = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
+            finding.agree()
+            return finding
+        finding = FoundInf.clear(gradients.device, name_of=self._owner.name_of)
+        gradients.check(finding)
+        finding.agree(gradients.process_groups)
+        return finding
 
     def _first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite now. Waits for the device."""

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 class Slot:
-    """One parameter, and where its gradient is: unscaled in ``param.grad`` after a block, in ``stash`` while another one is open.
+    """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
 
     ``entry`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
     gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
@@ -44,12 +44,12 @@ class Slot:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """``param.grad`` as it is stored: a script that reads that of a float32 weight gets it in float32."""
+        """``param.grad`` as it is stored; a script that reads ``param.grad`` of a float32 weight gets it in float32."""
         return stored_gradient(self.param)
 
 
 class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` where those have rests."""
+    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` if weights have rests."""
 
     def __init__(self, with_rests: bool) -> None:
         self._with_rests = with_rests
@@ -59,15 +59,15 @@ class Slots:
         for param in params:
             slot = self._slots.get(id(param))
             if slot is None:
-                entry = value_of(param) if self._with_rests else None
-                if entry is not None and entry.rest is None:  # made of cast weights since, by a parametrization
-                    entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-                slot = self._slots[id(param)] = Slot(param, entry)
+                value = value_of(param) if self._with_rests else None
+                if value is not None and value.rest is None:  # made of cast weights since, by a parametrization
+                    value.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                slot = self._slots[id(param)] = Slot(param, value)
             yield slot
 
 
 class State(enum.Enum):
-    """Where the gradients of an optimizer are, between two backward passes and while a block is open."""
+    """The place and the scale of an optimizer's gradients, between two backward passes and while a block is open."""
 
     READY = "unscaled in p.grad, or cleared"
     LOCAL = "unscaled in p.grad; made under no_sync(), and reduced with those of the next backward pass"
@@ -75,7 +75,7 @@ class State(enum.Enum):
     IN_BLOCK = "earlier ones in stashes, or with the fresh ones in p.grad; fresh ones at the scale of the block"
 
 
-#: What a script may not do in a state, by the verb: every other transition is allowed.
+#: The transitions that a script is refused, by verb and state. Every other one is allowed.
 _REFUSED = {
     ("step", State.IN_BLOCK): (
         "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block first: step() "
@@ -93,7 +93,7 @@ _REFUSED = {
 
 
 class Clipping:
-    """What ``clip_grad_norm_`` has yet to do to the gradients of weights with rests: the step does it while it reads them.
+    """The clipping that ``clip_grad_norm_`` leaves to the step, which applies it while it reads gradients of weights with rests.
 
     ``pending`` is the product of all clippings since the gradients came, None without any: every step over the same gradients
     multiplies what it reads by it. The gradients of the next block are added to clipped ones, see `Gradients.widen`.
@@ -103,13 +103,13 @@ class Clipping:
         self.forget()
 
     def forget(self) -> None:
-        """Other gradients come, or none."""
+        """Forget the clipping of gradients that are replaced or gone."""
         self.pending: torch.Tensor | None = None
         self._clipped: list[tuple[Slot, Any]] = []  # and their gradients as they were then
         self._is_used = False
 
     def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
-        """Clip the gradients of these slots by this too."""
+        """Multiply the clipping of these slots' gradients by a further coefficient."""
         self.pending = coefficient if self.pending is None else self.pending * coefficient
         self._clipped = [(slot, seen([slot.param])) for slot in slots]
         self._is_used = False
@@ -129,22 +129,22 @@ class Clipping:
         return None
 
     def hold_none(self) -> None:
-        """Hold no gradient as it was: writes since are not noticed."""
+        """Stop noticing writes to clipped gradients."""
         self._clipped = []
 
     def end_step(self) -> None:
-        """A step has used it."""
+        """Note that a step has used the clipping."""
         self._is_used = True
 
 
 def _clip_narrow_gradients(
     original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
-    """torch's ``clip_grad_norm_``, reading narrow gradients as they are: their norm is float32."""
+    """Clip like torch's ``clip_grad_norm_``, but read narrow gradients as they are stored: their norm is float32."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
-    is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
-    has_narrow = any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
+    is_plain = all(type(x) is torch.Tensor and x.layout is torch.strided for x in gradients)
+    has_narrow = any(x.dtype in LOWER_PRECISION for x in gradients) and len({x.device for x in gradients}) == 1
     if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
         return original(params, max_norm, norm_type, *args, **kwargs)
     norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
@@ -161,28 +161,28 @@ torchs_clipping = SharedPatches(_patch_clipping)
 
 
 class Gradients:
-    """Those of one optimizer: a `State`, and the verbs that lead from one to the next (docs/architecture.md draws them).
+    """The gradients of one optimizer: a `State`, and the methods that change it (docs/architecture.md draws them).
 
-    ``scale`` is that of the block, or at which gradients wait. ``process_groups`` are the groups of processes that have to agree
+    ``scale`` is that of the block, or of the gradients that wait. ``process_groups`` are the groups of processes that have to agree
     whether to step: the ``process_group`` of `initialize`, and those that the parameters lie on.
     """
 
     def __init__(self, process_group: Any = None) -> None:
         self.slots: list[Slot] = []
-        self.stored: list[Slot] = []  # those of weights in lower precision with rests
-        self.params: list[torch.Tensor] = []  # theirs, and the ids of these
+        self.stored: list[Slot] = []  # the slots of weights in lower precision with rests
+        self.params: list[torch.Tensor] = []  # the parameters of ``slots``, and their ids
         self.ids: set[int] = set()
         self.process_groups = self._of_script = [] if process_group is None else [process_group]
         self.state = State.READY
         self.scale: Scale = 1.0
-        self._before = State.READY  # the block that is open
-        self.holder: Any = None  # this block, and whether it only may come here
+        self._before = State.READY  # the state before the open block
+        self.holder: Any = None  # that block, and whether it holds these gradients by a guess
         self._is_guess = False
         self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
         self.clipping = Clipping()
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """From now on these parameters' gradients too, once each; where ``slots`` raises, those before stay added."""
+        """Add slots, each once. Where the iterator ``slots`` raises, the slots before stay added."""
         known = set(self.slots)
         for slot in slots:
             if slot not in known:
@@ -199,18 +199,18 @@ class Gradients:
 
     @property
     def device(self) -> torch.device:
-        """Where what is found about them is kept."""
+        """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
         return self.slots[0].param.device if self.slots else _CPU
 
     def drop(self, ids: set[int]) -> None:
-        """Leave these parameters to another."""
+        """Drop the slots of these parameters, which another optimizer holds."""
         if ids:
             kept = [slot for slot in self.slots if id(slot.param) not in ids]
             self.forget_slots()
             self.add(kept)
 
     def forget_slots(self) -> None:
-        """No parameters any more."""
+        """Drop all slots."""
         for slot in self.slots:
             slot.owners -= 1
         self.slots.clear()
@@ -219,7 +219,7 @@ class Gradients:
         self.ids.clear()
 
     def refuse(self, verb: str) -> None:
-        """Raise `ConfigurationError` where a script may not do this now. What a block holds by a guess it lets go for it."""
+        """Raise `ConfigurationError` where a script may not do this now. First release gradients that a block holds by a guess."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
             self.put_back(BackwardPass(self.scale))
         if (verb, self.state) in _REFUSED:
@@ -227,7 +227,7 @@ class Gradients:
 
     @property
     def stay(self) -> bool:
-        """Whether those of before are in ``param.grad`` while the backward pass of the open block adds to them."""
+        """Whether earlier gradients stay in ``param.grad`` while the backward pass of the open block adds to them."""
         return self._before is not State.READY
 
     @property
@@ -241,15 +241,15 @@ class Gradients:
     # The backward pass
 
     def open(self, scale: Scale, copies: bool = False, holder: Any = None, is_guess: bool = False) -> None:
-        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
+        """Prepare for a backward pass at ``scale``: stash the present gradients, or bring those that stay to it.
 
-        With ``copies`` gradients are views of DDP's buckets, which the next backward pass overwrites.
+        ``copies`` clones stashes: gradients are views of DDP's buckets, which the next backward pass overwrites.
         """
         if self.state is State.IN_BLOCK:
             self.refuse("open")
         if self.clipping.pending is not None:
             self.widen()
-        # First: whatever interrupts the rest, it is undone.
+        # First, so that an interruption of the rest can be undone.
         self._before, self.holder, self._is_guess = self.state, holder, is_guess
         if self.state is State.READY:
             self.stash(self.slots, copies)
@@ -270,9 +270,9 @@ class Gradients:
                 slot.stash = gradient.clone()
 
     def put_back(self, backward: BackwardPass) -> None:
-        """After a backward pass that failed, or did not come here: the gradients as they were before it.
+        """Restore the gradients from before a backward pass that failed, or did not come here.
 
-        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled.
+        Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
         """
         if self._before is State.LOCAL:
             self.collect(BackwardPass(backward.scale, local=True), None)
@@ -283,7 +283,7 @@ class Gradients:
         self.state, self.holder = self._before, None
 
     def keep_scaled(self, scale: Scale) -> None:
-        """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
+        """Leave all gradients in ``param.grad`` at ``scale``, after a backward pass with ``delay_unscale=True``."""
         fresh, stashes = [], []
         for slot in self.slots:
             gradient, stash, slot.stash = slot.param.grad, slot.stash, None
@@ -299,8 +299,8 @@ class Gradients:
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
         self.state, self.scale, self.holder = State.WAITING, scale, None
 
-    def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
-        """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
+    def collect(self, backward: BackwardPass, finding: FoundInf | None) -> None:
+        """Unscale and check fresh gradients after a backward pass, and add them to earlier ones."""
         fresh, sums = [], []
         for slot in backward.take(self.slots):
             gradient, stash = slot.param.grad, slot.stash
@@ -313,15 +313,15 @@ class Gradients:
                 slot.stash = None
                 put_gradient(slot.param, stash)
         if fresh:
-            unscale(fresh, backward, found)
+            unscale(fresh, backward, finding)
         if sums:
-            add_to_stashes(sums, backward, found)
+            add_to_stashes(sums, backward, finding)
         self.state, self.holder = State.LOCAL if backward.local else State.READY, None
 
     # Between the block and the step
 
     def settle(self, refuses: bool = True) -> bool:
-        """Have ``param.grad`` hold what there is: what was set aside for dynamo comes back, and a clipping goes with its gradients.
+        """Restore gradients that `set_aside` has stashed to ``param.grad``, and forget a clipping whose gradients are gone.
 
         Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
         """
@@ -340,7 +340,7 @@ class Gradients:
         return False
 
     def set_aside(self) -> None:
-        """Stash gradients in another dtype than their weights', with which dynamo does not trace. `settle` brings them back."""
+        """Stash gradients in another dtype than their weights', which dynamo cannot trace. `settle` restores them."""
         for slot in self.stored if self.state is State.READY else ():
             gradient = slot.param.grad
             if gradient is not None and gradient.dtype is not slot.param.dtype:
@@ -348,26 +348,26 @@ class Gradients:
                 forget_gradient(slot.param)
 
     def in_float32(self) -> dict[Slot, torch.Tensor]:
-        """The gradients of weights with rests in float32, clipped: ``param.grad`` itself where it is that."""
-        clip, found = self.clipping.pending, {}
+        """Return the gradients of weights with rests in float32, clipped: ``param.grad`` itself where it needs no change."""
+        clip, result = self.clipping.pending, {}
         inputs, outputs = [], []
         for slot in self.stored:
             gradient = slot.param.grad
             if gradient is None:
                 continue
             if gradient.dtype is torch.float32 and clip is None:
-                found[slot] = gradient
+                result[slot] = gradient
             elif is_sparse(gradient):
-                found[slot] = gradient.float() if clip is None else gradient.float() * on(clip, gradient.device)
+                result[slot] = gradient.float() if clip is None else gradient.float() * on(clip, gradient.device)
             else:
-                found[slot] = torch.empty_like(gradient, dtype=torch.float32)
+                result[slot] = torch.empty_like(gradient, dtype=torch.float32)
                 inputs.append(gradient)
-                outputs.append(found[slot])
+                outputs.append(result[slot])
         kernels.multi_tensor_scale(inputs, outputs, 1.0 if clip is None else clip)
-        return found
+        return result
 
     def widen(self) -> None:
-        """Have ``param.grad`` of weights with rests be float32, and clipped: scripts read them as gradients of float32 values."""
+        """Make ``param.grad`` of weights with rests float32, and clip it: scripts read it as the gradient of a float32 value."""
         if self.state is State.IN_BLOCK or self.state is State.WAITING:
             return  # there is nothing to be seen in a backward pass, nor while gradients wait at their scale
         are_judged = self.are_judged
@@ -378,7 +378,7 @@ class Gradients:
             self.note_judged()
 
     def note_judged(self) -> None:
-        """A block has judged the gradients of now."""
+        """Note that a block has judged the present gradients."""
         self.judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
@@ -387,38 +387,38 @@ class Gradients:
 
     @property
     def are_judged(self) -> bool:
-        """Whether these are the gradients that a block has judged, written to or not."""
+        """Whether the gradients are still the tensors that a block has judged, written to or not."""
         return self.judged is not None and stored_gradient(self.judged[0].param) is self.judged[1]()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
-        """Have every gradient multiplied by this: those of weights with rests by the step."""
-        own = [slot.gradient for slot in self.slots if slot.entry is None and slot.gradient is not None]
-        own = list(map(values_of, own))
-        kernels.multi_tensor_scale(own, own, coefficient)
+        """Multiply every gradient by a coefficient; for weights with rests the step does it."""
+        plain = [slot.gradient for slot in self.slots if slot.entry is None and slot.gradient is not None]
+        plain = list(map(values_of, plain))
+        kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
             self.clipping.add(coefficient, self.stored)
             if any(slot.owners > 1 for slot in self.stored):
                 self.widen()
 
-    def check(self, found: FoundInf) -> None:
-        """Note in ``found`` what is not finite among the gradients of now, on this process."""
+    def check(self, finding: FoundInf) -> None:
+        """Set the flag of ``finding`` where a present gradient is not finite, on this process."""
         params, gradients = [], []
         for slot in self.slots:
             gradient = stored_gradient(slot.param)
             if gradient is not None:
                 params.append(slot.param)
                 gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
-        flag, first_bad = places_for(found, params)
+        flag, first_bad = places_for(finding, params)
         kernels.multi_tensor_unscale_l2norm(gradients, found_inf=flag, first_bad=first_bad)
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
         clip = self.clipping.pending
-        own, clipped = [], []
+        plain, clipped = [], []
         for slot in self.slots:
             if (gradient := slot.gradient) is not None:
-                (own if clip is None or slot.entry is None else clipped).append(values_of(gradient))
-        norms = [norm for norm in (norm_of(own), norm_of(clipped)) if norm is not None]
+                (plain if clip is None or slot.entry is None else clipped).append(values_of(gradient))
+        norms = [norm for norm in (norm_of(plain), norm_of(clipped)) if norm is not None]
         if clipped:
             norms[-1] = norms[-1] * on(clip, norms[-1].device)
         if len(norms) > 1:
@@ -427,15 +427,15 @@ class Gradients:
 
     # Clearing
 
-    def clear(self, set_to_none: bool, own: bool) -> None:
-        """What ``zero_grad`` of torch does not see: stashed gradients, and the model's where the optimizer steps over others.
+    def clear(self, set_to_none: bool, clears_all: bool) -> None:
+        """Clear gradients that torch's ``zero_grad`` does not see: stashes, and gradients of weights with rests.
 
-        With ``own`` it clears parameters without rests too, else the optimizer's own ``zero_grad`` does.
+        With ``clears_all`` clear those of weights without rests too, else the optimizer's own ``zero_grad`` does.
         """
         self.forget()
         for slot in self.slots:
             slot.stash = None
-            if own or slot.entry is not None:
+            if clears_all or slot.entry is not None:
                 if set_to_none and slot.entry is None:
                     slot.param.grad = None
                 elif set_to_none:
@@ -446,7 +446,7 @@ class Gradients:
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
 
     def forget(self) -> None:
-        """The gradients are gone."""
+        """Forget the state and the clipping of gradients that are gone."""
         if self.state is State.IN_BLOCK:
             self._before = State.READY
         else:

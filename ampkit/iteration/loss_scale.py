@@ -1,7 +1,7 @@
-"""The loss scale: the number that the loss is multiplied by, the rule by which it moves, and what is said of skipped steps.
+"""The loss scale: the number that the loss is multiplied by, the rule that moves it, and the reports of skipped steps.
 
-The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` has a kernel move them
-by the flag of a block, and nothing waits. A `HostCopy` of them arrives later; "skips went from 3 to 5" is what is logged.
+The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` runs a kernel that
+moves them by the flag of a block. Nothing waits: a `HostCopy` arrives later, and its changes are logged (skips from 3 to 5).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DynamicLossScale:
 
 
 def is_positive(value: object) -> bool:
-    """Whether it is a positive, finite number."""
+    """Whether a value is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 
@@ -107,10 +107,10 @@ class HostCopy:
         self._pinned = torch.empty_like(words, device="cpu", pin_memory=True) if words.is_cuda else words
         self._event = torch.cuda.Event() if words.is_cuda else None
         self._is_sent = False
-        self.iteration = 0  # the last that has moved the words which `read` gives
+        self.iteration = 0  # the last that has moved the words that `read` returns
 
     def send(self, iteration: int) -> None:
-        """Have the words as they are after an iteration copied, unless an earlier copy is on its way."""
+        """Copy the words as they are after an iteration, unless an earlier copy is on its way."""
         if self._event is None:
             self.iteration = iteration
         elif not is_capturing(self._words) and (not self._is_sent or self._event.query()):
@@ -119,13 +119,13 @@ class HostCopy:
             self._is_sent, self.iteration = True, iteration
 
     def ready(self) -> bool:
-        """Whether a copy has arrived that was not read. CUDA allows no question about an event while a graph is captured."""
+        """Whether an unread copy has arrived; False while a graph is captured, when CUDA allows no query of an event."""
         if self._event is None:
             return self._words.is_cpu
         return self._is_sent and not is_capturing(self._words) and self._event.query()
 
     def read(self, wait: bool = False) -> ScaleState:
-        """What has arrived; with ``wait`` the words as they are now."""
+        """Return the words that have arrived, or with ``wait`` the present ones."""
         self._is_sent = False
         return ScaleState.of((self._words if wait else self._pinned).tolist())
 
@@ -152,20 +152,20 @@ class LossScaler:
         self.rule = rule if isinstance(rule, DynamicLossScale) else DynamicLossScale()
         self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
         self.loss_id, self.on_floor = loss_id, on_floor
-        #: What blocks with ``delay_overflow_check=True`` found: part of the iteration that the next block ends.
+        #: The flag of blocks with ``delay_overflow_check=True``: part of the iteration that the next block ends.
         self.delayed_check: FoundInf | None = None
         first = float(rule.init_scale if self.dynamic else rule)
         if self.dynamic:
             first = max(self.min_loss_scale, min(self.max_loss_scale, first))
-        #: What the host has learned so far, and what it has told of that; the device may be ahead.
+        #: The last state that the host has read, and the last that it has reported; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
-        self._as_apex = as_apex  # every skip has the same line
-        self._has_news = False  # whether a step may have been skipped that was not told of
-        self._error: LossScaleError | None = None  # found where raising would have been out of place
+        self._as_apex = as_apex  # log the same line for every skip
+        self._has_news = False  # whether there may be a skip that was not reported
+        self._error: LossScaleError | None = None  # to be raised by a later report
         self._state: torch.Tensor | None = None
-        self._iterations = 0  # that have ended
-        self._recent: deque[FoundInf] = deque(maxlen=8)  # among which skips are that were not told of, for their causes
+        self._iterations = 0  # the number of ended ones
+        self._recent: deque[FoundInf] = deque(maxlen=8)  # the last flags, for causes of unreported skips
         #: A copy of the scale, and whether a CUDA graph captured it.
         self._snapshot: tuple[torch.Tensor, bool] | None = None
         self.change_rule()
@@ -199,14 +199,14 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
     ) -> None:
-        """Have a dynamic scale move by another rule, or between other bounds, from the next iteration on."""
+        """Move a dynamic scale by another rule, or between other bounds, from the next iteration on."""
         self.rule = self.rule if rule is None else rule
         self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else float(min_loss_scale)
         self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else float(max_loss_scale)
         rule, scale = self.rule, self.synchronize().scale
         #: Whether this is a static scale of 1.0, which multiplies and checks nothing.
         self.is_one = not self.dynamic and scale == 1.0
-        #: What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale.
+        #: The lowest scale that an overflow leads to: ``min_loss_scale``, a lower scale that was set by hand, or a static scale.
         self.floor = min(self.min_loss_scale, self._set_by_hand) if self.dynamic else scale
         # A static scale has itself for both bounds, so that no factor moves it.
         bounds = (self.floor, self.max_loss_scale if self.dynamic else scale)
@@ -217,9 +217,9 @@ class LossScaler:
     # The iteration
 
     def current(self, device: torch.device) -> float | torch.Tensor:
-        """The scale of an iteration that begins now: a static one as a number, else a copy of the one on ``device``.
+        """The scale of an iteration that begins now: a number if it is static, else a copy of the scale on ``device``.
 
-        While no iteration has ended, it is the same object.
+        Until an iteration ends, the copy is the same object.
         """
         if not self.dynamic:
             return self._known.scale
@@ -231,32 +231,32 @@ class LossScaler:
             self._snapshot = self._scale.clone(), is_captured
         return self._snapshot[0]
 
-    def update(self, found: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
-        """End an iteration: the scale moves, on its device, by what was ``found``, or by a flag of shape [1].
+    def update(self, finding: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
+        """End an iteration: move the scale, on its device, by a `FoundInf`, or by a flag of shape [1].
 
-        With ``moves_scale=False`` the iteration counts as clean here whatever was found: used for gradients that other
-        ranks have not seen yet, where a scale that moved on one rank alone would part them.
+        With ``moves_scale=False`` the scale counts the iteration as clean, whatever the flag. Other ranks have not seen these
+        gradients yet, and the scale must not differ between ranks.
         """
-        if isinstance(found, torch.Tensor):
-            found = FoundInf(found)
-            found.agree()
-        found.scaler, found.moves_scale = self, moves_scale
-        if self.delayed_check is found:
+        if isinstance(finding, torch.Tensor):
+            finding = FoundInf(finding)
+            finding.agree()
+        finding.scaler, finding.moves_scale = self, moves_scale
+        if self.delayed_check is finding:
             self.delayed_check = None
-        if self._state is None or self._state.device != found.flag.device:
-            self._move_to(found.flag.device)
-        flag = found.flag if moves_scale else torch.zeros_like(found.flag)
+        if self._state is None or self._state.device != finding.flag.device:
+            self._move_to(finding.flag.device)
+        flag = finding.flag if moves_scale else torch.zeros_like(finding.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
-        self._has_news = self._has_news or not found.is_clean
+        self._has_news = self._has_news or not finding.is_clean
         self._iterations += 1
-        found.iteration = None if is_capturing(found.flag) else self._iterations
-        self._recent.append(found)
+        finding.iteration = None if is_capturing(finding.flag) else self._iterations
+        self._recent.append(finding)
         self._copy.send(self._iterations)
-        return found
+        return finding
 
     def count_apart(self, flag: torch.Tensor) -> None:
-        """A step is skipped where this is above 0, and the scale stays."""
+        """Count a skipped step where ``flag`` is above 0, and leave the scale."""
         if self._state is None:
             self._move_to(flag.device)
         self._state[-1:].add_(on(flag > 0, self._state.device))
@@ -264,7 +264,7 @@ class LossScaler:
         self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
-        """Have the state on this device."""
+        """Move the state to this device."""
         refuse_to_begin("the loss scale", device)
         known = self.synchronize()
         words = torch.tensor([0, *known[1:]], dtype=torch.int32)
@@ -285,14 +285,14 @@ class LossScaler:
     # What the host learns
 
     def synchronize(self) -> ScaleState:
-        """Learn of everything that has happened; waits for the device."""
+        """Read the present state; waits for the device."""
         if self._state is not None:
             refuse_to_read(self._state)
             self._learn(wait=True)
         return self._known
 
     def _learn(self, wait: bool = False) -> bool:
-        """Read what has arrived, or wait; a static scale need not be a number that float32 has. False where nothing has arrived."""
+        """Read the copy, or wait; return False where none has arrived. A static scale, which float32 may not hold, stays."""
         if self._state is None or not (wait or self._copy.ready()):
             return False
         learned = self._copy.read(wait)
@@ -319,7 +319,7 @@ class LossScaler:
                 "over processes by hand, pass process_group= to initialize()."
             )
         skips = self._known.skips - told.skips
-        reached = self._iterations if wait else self._copy.iteration  # by the device
+        reached = self._iterations if wait else self._copy.iteration  # the last iteration whose skips are known
         if skips:
             newest = self._newest_skip(reached)
             is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
@@ -329,7 +329,7 @@ class LossScaler:
             self._diagnose(skips, newest, unnamed)
         # Every replay of a CUDA graph writes to what it has captured.
         self._recent = deque(
-            (one for one in self._recent if one.iteration is None or one.iteration > reached), maxlen=8
+            (finding for finding in self._recent if finding.iteration is None or finding.iteration > reached), maxlen=8
         )
         if raises and self._error is not None:
             error, self._error = self._error, None
@@ -338,14 +338,14 @@ class LossScaler:
         return bool(skips)
 
     def _newest_skip(self, reached: int) -> FoundInf | None:
-        """The last iteration that was skipped, of those that were not told of, up to the one that the device has come to."""
-        for one in reversed(self._recent):
-            if one.moves_scale and (one.iteration is None or one.iteration <= reached) and arrived(one.flag):
-                return one
+        """The flag of the last skipped iteration that was not reported, up to ``reached``; None without any."""
+        for skip in reversed(self._recent):
+            if skip.moves_scale and (skip.iteration is None or skip.iteration <= reached) and arrived(skip.flag):
+                return skip
         return None
 
     def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
-        """After 25 skips in a row say which gradient is not finite; after 50 at the floor, end the training."""
+        """Warn after 25 skips in a row, with their cause. After 50 at the floor prepare the error that ends the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         if _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS):
             cause = newest.cause(unnamed) if newest is not None else ""
@@ -405,31 +405,31 @@ class LossScaler:
 
 
 def _passes(count: int, newest: int, interval: int) -> bool:
-    """Whether a count has come past a multiple of ``interval`` with its ``newest`` ones."""
+    """Whether the last ``newest`` increments took a count past a multiple of ``interval``."""
     return count // interval > max(0, count - newest) // interval
 
 
 def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, Any]) -> None:
-    """Add ``{"loss_scaler0": ..., ...}`` to ``destination``, oldest session first; of several each names its ``"session"``."""
+    """Add ``{"loss_scaler0": ..., ...}`` to ``destination``, oldest session first; of several, entries have a ``"session"``."""
     groups = [group for group in groups if group]
     numbered = ((number, scaler) for number, group in enumerate(groups) for scaler in group)
     for index, (number, scaler) in enumerate(numbered):
-        entry = scaler.state_dict()
-        destination[f"loss_scaler{index}"] = entry if len(groups) == 1 else {**entry, "session": number}
+        scaler_state = scaler.state_dict()
+        destination[f"loss_scaler{index}"] = scaler_state if len(groups) == 1 else {**scaler_state, "session": number}
 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
-    """Load what `save_scalers` wrote, or with None only check it. Of more sessions than were saved, or fewer, the newest count."""
+    """Load what `save_scalers` wrote, or with None only check it. If session counts differ, the newest match."""
     _refuse_foreign_keys(state)
-    for entry in state.values():
-        validate_scaler_state(entry)
+    for scaler_state in state.values():
+        validate_scaler_state(scaler_state)
     if groups is None:
         return
     groups = [group for group in groups if group]
     saved: dict[Any, list[dict[str, Any]]] = {}
-    for entry in state.values():
-        saved.setdefault(entry.get("session"), []).append(entry)
-    if len(saved) == 1 and len(state) == sum(map(len, groups)):  # entries that do not say of which session they are
+    for scaler_state in state.values():
+        saved.setdefault(scaler_state.get("session"), []).append(scaler_state)
+    if len(saved) == 1 and len(state) == sum(map(len, groups)):  # entries that name no session, or all the same
         groups, saved = [[scaler for group in groups for scaler in group]], {None: list(state.values())}
     if not groups and saved:
         logger.warning(
@@ -446,8 +446,8 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
                 "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
                 *(len(entries), len(group), min(len(entries), len(group))),
             )
-        for scaler, entry in zip(group, entries):
-            scaler.load_state_dict(entry)
+        for scaler, scaler_state in zip(group, entries):
+            scaler.load_state_dict(scaler_state)
 
 
 def _refuse_foreign_keys(state: object) -> None:

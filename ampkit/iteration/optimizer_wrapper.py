@@ -1,4 +1,4 @@
-"""What a session puts on an optimizer: a step that can be skipped, and that updates weights together with their rests.
+"""The wrapper that a session puts on an optimizer: its step can be skipped, and updates weights together with their rests.
 
 The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
 wrapper itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
@@ -46,7 +46,7 @@ _AMID_UPDATE = (
 
 
 class OptimizerWrapper:
-    """One optimizer of a session (``owner``): slots, gradients, what was found in them, and methods in the place of its own."""
+    """The wrapper of an optimizer of a session (``owner``): slots, gradients, their flags, and methods that replace its own."""
 
     def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -59,10 +59,10 @@ class OptimizerWrapper:
         self.gradients = Gradients(owner.process_group)
         self.findings = Findings(self.gradients, owner)
         self.one_pass = OnePassStep(optimizer, self.gradients)
-        self._told_of: set[str] = set()  # why steps were taken over stand-ins
+        self._told_of: set[str] = set()  # logged reasons for steps over stand-ins
         self._slots = slots
-        self._params: list[Tensor] = []  # of the groups, when they were last looked at
-        self.has_lent = False  # master_params was asked for
+        self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
+        self.has_lent = False  # whether a script may hold loans of `master_params`
         try:
             self._know_params(params_of(optimizer))
             self.stand_ins = StandIns(optimizer, self.gradients)
@@ -84,7 +84,7 @@ class OptimizerWrapper:
             raise
 
     def detach(self) -> None:
-        """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
+        """Restore the optimizer's methods, and leave its state in float32. Weights are restored with the models."""
         if self.gradients.state is not State.IN_BLOCK:
             self.settle(refuses=False)
             if self.gradients.clipping.pending is not None:
@@ -95,12 +95,12 @@ class OptimizerWrapper:
         remove_wrapper(self)
         self._patches.restore()
         hand_over(self.optimizer(), False)
-        for own, cast in self.state_cast(torch.float32):
-            own.update(cast)
+        for state, cast in self.state_cast(torch.float32):
+            state.update(cast)
         self.gradients.forget_slots()
 
     def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The state of parameters that train in lower precision, each with what it is in this dtype, or in theirs."""
+        """The state of each parameter that trains in lower precision, with a cast of it to ``dtype``, or to the parameter's."""
         optimizer = self.optimizer()
         keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
         state = {} if getattr(optimizer, keeps, False) else optimizer.state
@@ -111,7 +111,7 @@ class OptimizerWrapper:
         ]
 
     def master_params(self) -> Iterator[Tensor]:
-        """What the optimizer updates, in its order: of weights with rests their float32 values, which are lent."""
+        """Yield the parameters of the optimizer, in its order; for weights with rests yield loans of their float32 values."""
         if self.gradients.state is not State.IN_BLOCK:
             self.settle()
             self.gradients.widen()
@@ -119,37 +119,37 @@ class OptimizerWrapper:
             self.advice.tell("scaled", "master_params was asked for")
         if self.gradients.stored:
             self.gradients.stored[0].entry.loans.lend_again()
-        entries = {slot.param: slot.entry for slot in self.gradients.stored}
+        values = {slot.param: slot.entry for slot in self.gradients.stored}
         for param in params_of(self.optimizer()):
-            entry = entries.get(param)
-            if entry is not None:
+            value = values.get(param)
+            if value is not None:
                 self.has_lent = True
-                param = entry.loans.lend_parameter(entry, param)
+                param = value.loans.lend_parameter(value, param)
             yield param
 
     @property
     def has_scale(self) -> bool:
-        """Whether a loss is multiplied for it by something else than a static 1.0."""
+        """Whether a loss of the session has another loss scale than a static 1.0."""
         return not all([scaler.is_one for scaler in self.owner.scalers])
 
     @property
     def is_outside_of_blocks(self) -> bool:
-        """Whether a backward pass outside of all blocks would bring gradients that come through none."""
+        """Whether a backward pass outside of all blocks is to be noted: there is a loss scale, no open block, and no such note."""
         in_block = self.gradients.state is State.IN_BLOCK
         return not (in_block or self.findings.came_through_no_block) and self.has_scale
 
     def note_outside(self, passes: int) -> None:
-        """A backward pass outside of all blocks has written to the gradients. ``passes`` counts those through scaled losses before.
+        """Note that a backward pass outside of all blocks has written to the gradients.
 
-        Added to gradients that wait at a loss scale, those of a loss without a scale are told of at once.
+        ``passes`` is `Advice.passes` before it. Warns where an unscaled loss was added to gradients that wait at a scale.
         """
         if self.gradients.state is not State.WAITING:
             self.findings.came_through_no_block = True
-        elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # which scales by hand
+        elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # whose scripts scale by hand
             self.advice.tell("beside delayed")
 
     def holds_scaled(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of these is a gradient at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
+        """Whether one of these is a gradient that is still scaled: in a block, or after one with ``delay_unscale=True``."""
         gradients, scale = self.gradients, self.gradients.scale
         is_scaled = gradients.state in (State.IN_BLOCK, State.WAITING)
         if not is_scaled or not gradients.has_fresh or (not isinstance(scale, Tensor) and scale == 1.0):
@@ -157,7 +157,7 @@ class OptimizerWrapper:
         return not {id(slot.param.grad) for slot in gradients.slots}.isdisjoint(map(id, tensors))
 
     def hand_gradients(self) -> None:
-        """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""
+        """Give the present gradients, after a block, to lent float32 parameters that a script still holds."""
         lent = [slot for slot in self.gradients.stored if slot.entry.loans.held_by_script(slot.entry) is not None]
         self.has_lent = bool(lent)
         if lent:
@@ -166,10 +166,10 @@ class OptimizerWrapper:
             slot.entry.loans.lend_again(slot.entry)
 
     def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
-        """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans. Returns whether there are any.
+        """Bring every gradient, unscaled, to ``param.grad``, and take over writes to loans. Returns whether there are gradients.
 
-        Without ``finishes`` gradients that wait at a scale go on waiting. Raises `ConfigurationError`, where it ``refuses``, for
-        writes of which one would be lost.
+        Without ``finishes`` gradients that wait at a scale go on waiting. With ``refuses`` raises `ConfigurationError` for writes
+        of which one would be lost.
         """
         gradients = self.gradients
         if gradients.stored:
@@ -232,14 +232,14 @@ class OptimizerWrapper:
         return self._take(way, functools.partial(original, *args, **kwargs), hooked)
 
     def _take(self, way: Way, step: Callable[[], Any], hooked: bool = False) -> Any:
-        """Take a step, or skip it where the host knows that gradients are not finite; a device goes by their flag."""
+        """Take a step, or skip it where the host knows that gradients are not finite. A device reads the flag in its step."""
         findings, flag = self.findings, None
         try:
-            found = findings.judge(self.checks_step(way))
+            finding = findings.judge(self.checks_step(way))
             # With a flag a step takes longer, torch's on the CPU by a third.
-            if found is not None and not found.is_clean:
-                if way.skips_on_device and (self.traits.takes_inputs or not found.flag.is_cpu):
-                    flag = found.flag
+            if finding is not None and not finding.is_clean:
+                if way.skips_on_device and (self.traits.takes_inputs or not finding.flag.is_cpu):
+                    flag = finding.flag
                 elif way.skips_on_device or findings.skipped:
                     findings.report()
                     return self.end_step(skipped=True)
@@ -259,7 +259,7 @@ class OptimizerWrapper:
             raise
 
     def _tell_of_copies(self, reason: str) -> None:
-        """Say once for each reason that a step runs over float32 copies, which costs time and memory."""
+        """Log once for each reason that a step runs over float32 copies, which costs time and memory."""
         kind = type(self.optimizer())
         if reason not in self._told_of and self.owner.plan.one_pass_step and kind in ONE_PASS:
             logger.info(
@@ -270,9 +270,9 @@ class OptimizerWrapper:
         self._told_of.add(reason)
 
     def checks_step(self, way: Way | None = None) -> bool:
-        """Whether a step looks at gradients that no block has checked, as at loss scale 1.
+        """Whether a step checks gradients that no block has checked, as at loss scale 1.
 
-        Those that came through no block at another scale are told of.
+        Warns of gradients that came through no block at another loss scale.
         """
         if self.findings.came_through_no_block:
             if not self.findings.new:
@@ -283,7 +283,7 @@ class OptimizerWrapper:
 
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter this for the update alone: the script's hooks before and after it look at the model's own gradients and weights."""
+        """Enter ``in_step`` for the update alone: the script's hooks around it see the model's own gradients and weights."""
         optimizer, depth = self.optimizer(), 0  # a step that calls its class's has the hooks of both
 
         def begin(*_: Any) -> None:
@@ -312,7 +312,7 @@ class OptimizerWrapper:
             first.remove()
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
+        """Take a step of an inner optimizer, as a part of the outer step, or where a script calls it (SAM's second step)."""
         if self.stand_ins.are_in_place or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
@@ -322,7 +322,7 @@ class OptimizerWrapper:
 
     @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
+        """Clip the gradients by their norm, and return the norm. For weights with rests the step clips."""
         self.settle()
         norm = self.gradients.total_norm()
         if norm is None:
@@ -335,7 +335,7 @@ class OptimizerWrapper:
         return norm.reshape(())
 
     def end_step(self, skipped: bool = False) -> None:
-        """After a step that was taken, or in the place of one, for gradients that are not finite."""
+        """End a step that was taken, or ``skipped`` for gradients that are not finite."""
         optimizer = self.optimizer()
         if self.gradients.clipping.pending is not None:
             self.gradients.clipping.end_step()
@@ -353,10 +353,10 @@ class OptimizerWrapper:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        own = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer(), "set_grad_none", True)
+        clears_all = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer(), "set_grad_none", True)
         self.findings.forget()
-        self.gradients.clear(set_to_none, own=own)
-        if not own:
+        self.gradients.clear(set_to_none, clears_all=clears_all)
+        if not clears_all:
             original(*args, **kwargs)
         if self.has_lent:
             self.hand_gradients()
@@ -373,7 +373,7 @@ class OptimizerWrapper:
         return result
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
+        """Load state while float32 stand-ins replace weights with rests: torch casts state to the dtype of its parameter."""
         self.one_pass.known_counts.clear()
         with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
             return original(*args, **kwargs)
@@ -381,7 +381,7 @@ class OptimizerWrapper:
     def follow_groups(self) -> None:
         """Give slots to parameters that a script has put into ``param_groups[i]["params"]`` since.
 
-        What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
+        A parameter that it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
         if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
@@ -406,10 +406,10 @@ def drop_casts() -> None:
 
 
 def keep_casts_to_step(named: Sequence[OptimizerWrapper]) -> None:
-    """Have the casts of what these optimizers hold serve further micro-batches, until `drop_casts`."""
+    """Keep the casts of these optimizers' weights for further micro-batches, until `drop_casts`."""
     casting = active_casting()
     if casting is not None:
-        casting.caches.keep_to_step(tuple(slot.param for one in named for slot in one.gradients.slots))
+        casting.caches.keep_to_step(tuple(slot.param for wrapper in named for slot in wrapper.gradients.slots))
 
 
 def _casting_disabled() -> Any:

@@ -1,9 +1,8 @@
-"""Which gradients a backward pass writes to, and to which block it belongs.
+"""The gradients that a backward pass writes to, and the block that it belongs to.
 
-``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block it has
-the block hold, before they are written to, the gradients that the graph of the loss leads to: those of optimizers of other
-sessions, and of tensors that no optimizer of ours updates. Outside of all blocks, gradients that get something are noted for the
-step.
+``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block the
+block first holds the gradients that the graph of the loss leads to: those of optimizers of other sessions, and of tensors that
+no initialized optimizer updates. Outside of all blocks, the wrappers whose gradients a pass writes to note it for the step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PythonNode = torch.autograd.function.BackwardCFunction
 
 
 class Reached(NamedTuple):
-    """Where a graph leads: its leaves, and whether a function in Python is among its nodes, which may reach anything.
+    """The leaves of a graph, and whether a function in Python is among its nodes, which may reach anything.
 
     A reentrant checkpoint, or a reversible layer, runs a backward pass of its own over a graph that is not there yet.
     """
@@ -42,12 +41,12 @@ class Reached(NamedTuple):
 
 
 def node_of(root: torch.Tensor | GradientEdge) -> Any:
-    """Where a backward pass from here begins."""
+    """The autograd node at which a backward pass from ``root`` begins."""
     return root.node if isinstance(root, GradientEdge) else root.grad_fn
 
 
 def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
-    """What the graphs of these nodes lead to, without what they reach through the nodes in ``past`` alone."""
+    """Return what the graphs of these nodes reach, except what they reach only through the nodes in ``past``."""
     leaves, has_python = [], False
     pending = [node for node in roots if node is not None and node not in past]
     met = {None, *past, *pending}
@@ -70,13 +69,13 @@ def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], boo
 
 
 def _seen(params: list[torch.Tensor]) -> Any:
-    return [None if one is None else (Reference(one), one._version) for one in (param.grad for param in params)]
+    return [None if grad is None else (Reference(grad), grad._version) for grad in (param.grad for param in params)]
 
 
 def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
-    now = [(param.grad, None if param.grad is None else param.grad._version) for param in params]
-    known = [(None, None) if one is None else (one[0](), one[1]) for one in before]
-    return len(now) == len(known) and all(a is b and m == n for (a, m), (b, n) in zip(now, known))
+    present = [(param.grad, None if param.grad is None else param.grad._version) for param in params]
+    known = [(None, None) if pair is None else (pair[0](), pair[1]) for pair in before]
+    return len(present) == len(known) and all(a is b and m == n for (a, m), (b, n) in zip(present, known))
 
 
 _library = dispatch().library
@@ -92,18 +91,18 @@ are_still = _are_still if _library is None else _library.are_still
 open_blocks: list[Any] = []
 
 
-#: Results of functions of which a script has asked for the gradients, ``x.retain_grad()``.
+#: Results of functions on which a script has called ``x.retain_grad()``.
 retained_refs: list[Reference] = []
 
 
 def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results in the graphs of these of which a script has asked for the gradients."""
+    """Results in the graphs of ``tensors`` on which a script has called ``retain_grad()``."""
     nodes = leaves_of(map(node_of, tensors)).nodes
-    return [one for ref in tuple(retained_refs) if (one := ref()) is not None and one.grad_fn in nodes]
+    return [result for ref in tuple(retained_refs) if (result := ref()) is not None and result.grad_fn in nodes]
 
 
 def _retain_grad(original: Callable, tensor: torch.Tensor) -> None:
-    """What stands in the place of ``Tensor.retain_grad``."""
+    """Call ``Tensor.retain_grad``, and note a tensor that is no leaf in `retained_refs`."""
     original(tensor)
     if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
         retained_refs.append(Reference(tensor, retained_refs.remove))
@@ -113,14 +112,14 @@ retained_results = SharedPatches(lambda patches: patches.put_around(torch.Tensor
 
 
 def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
-    """What stands in the place of ``torch.autograd.backward``."""
+    """Wrap ``torch.autograd.backward``: blocks first hold what a pass will write to, wrappers note passes outside of blocks."""
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if _compiling():  # dynamo would guard every gradient
             return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
         roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
-        if _running_backward() != -1:  # a part of the pass around it, as torch.utils.checkpoint is
+        if _running_backward() != -1:  # a part of the pass around it, as in torch.utils.checkpoint
             around = [block for block in open_blocks if block.has_python]
             if len(around) == 1:
                 around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves, wrappers())
@@ -139,9 +138,9 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
-    """Have blocks hold what a backward pass will write to: those whose scaled losses it comes from, whatever the thread.
+    """Let the blocks whose scaled losses a backward pass comes from hold what it will write to, whatever the thread.
 
-    Returns whether there are any, or the pass runs inside of a block all the same.
+    Returns whether there are such blocks, or the pass runs inside of a block of this thread all the same.
     """
     ids = set(map(id, roots))
     reached = [block for block in open_blocks if id(block.scaled) in ids]
@@ -171,4 +170,4 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
     else:
         leaves = leaves_of(map(node_of, roots)).leaves
     ids = {id(leaf) for leaf in leaves}
-    return [(one, one.advice.passes) for one in scaled if not ids.isdisjoint(one.gradients.ids)]
+    return [(wrapper, wrapper.advice.passes) for wrapper in scaled if not ids.isdisjoint(wrapper.gradients.ids)]

@@ -1,7 +1,7 @@
 """Running statistics stay finite: a batch that overflows would else leave inf or NaN in them for good.
 
 Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values. Finite
-ones stay as forwards have made them, or scripts. On an accelerator that is chosen on the device; nothing waits.
+elements keep the values that forwards or scripts gave them. On an accelerator the device chooses; nothing waits.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ _transform_level = torch._C._functorch.maybe_current_level
 
 
 class RunningStatistics:
-    """Those of the models of one session: batch and instance norm, and vectors of spectral norm."""
+    """The running statistics of one session's models: of batch and instance norm, and the vectors of spectral norm."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
-        self.changed: list[_Statistics] = []  # by a training forward, since they were last looked at
+        self.changed: list[_Statistics] = []  # by a training forward, since the last check
 
     def before_forward(self, model: nn.Module) -> None:
-        """Look at the model's statistics where the forward that begins may change them, or an earlier one has."""
+        """Check statistics that earlier forwards have changed, and the model's where this forward may change them."""
         if _tracing() is not None or _transform_level() is not None:
             return
-        found = self._of.get(model)
-        if found is None:
-            found = self._of[model] = _Statistics()
+        statistics = self._of.get(model)
+        if statistics is None:
+            statistics = self._of[model] = _Statistics()
         changed = self.changed
         if changed:
             self.keep_finite()
-        has_others = found.additions != registry.additions
+        has_others = statistics.additions != registry.additions
         if has_others:
-            found.look_in(model)
-        if found.places and found.are_training:
-            if has_others or found not in changed:
-                found.keep_finite()
-            self.changed.append(found)
+            statistics.look_in(model)
+        if statistics.places and statistics.are_training:
+            if has_others or statistics not in changed:
+                statistics.keep_finite()
+            self.changed.append(statistics)
 
     def keep_finite(self) -> None:
-        """Have what is not finite go back, in all models that a training forward ran in since the last time."""
+        """Restore finite values in all models that a training forward ran in since the last call."""
         changed, self.changed = self.changed, []
-        for one in changed:
-            one.keep_finite()
+        for statistics in changed:
+            statistics.keep_finite()
 
 
 class _Statistics:
-    """The statistics of one model, and their last finite values in memory that stays: a captured CUDA graph goes on using it."""
+    """The statistics of one model, and their last finite values in memory that stays, for a captured CUDA graph uses it."""
 
     def __init__(self) -> None:
-        self.additions = -1  # of modules to others, when the layers were looked for
+        self.additions = -1  # `registry.additions` when `look_in` last ran
         #: The attributes of modules, which keep no module alive, and the names of their statistics.
         self.places: list[tuple[dict[str, Any], list[str]]] = []
         self._last: dict[tuple[Any, ...], torch.Tensor] = {}  # by device, dtype and sizes
@@ -72,49 +72,49 @@ class _Statistics:
 
     @property
     def are_training(self) -> bool:
-        """Whether a forward changes some of them."""
+        """Whether a forward changes some of the statistics."""
         return any([attributes["training"] for attributes, _ in self.places])
 
     @torch.no_grad()
     def keep_finite(self) -> None:
-        """Elements that are not finite go back to their last finite values; what is finite now is kept for the next time."""
+        """Restore the last finite values of elements that are not finite, and save the finite ones for the next call."""
         alike: dict[Any, dict[tuple[int, str], torch.Tensor]] = {}
         for attributes, names in self.places:
             for name in names:
                 tensor = attributes["_buffers"].get(name)
                 if type(tensor) is torch.Tensor and tensor.is_floating_point() and not tensor.is_inference():
                     alike.setdefault((tensor.device, tensor.dtype), {})[id(attributes), name] = tensor
-        for kind, found in alike.items():
-            tensors = list(found.values())
-            now = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for kind, by_place in alike.items():
+            tensors = list(by_place.values())
+            current = torch.cat([tensor.reshape(-1) for tensor in tensors])
             key = (*kind, *[tensor.numel() for tensor in tensors])
             last = self._last.get(key)
             if last is None:
-                last = self._last[key] = self._known_of(found)
-            is_finite = now.isfinite()
+                last = self._last[key] = self._known_of(by_place)
+            is_finite = current.isfinite()
             if is_known_finite(is_finite):
-                last.copy_(now)
+                last.copy_(current)
                 continue
-            torch.where(is_finite, now, last, out=last)
+            torch.where(is_finite, current, last, out=last)
             values = torch._C._nn.unflatten_dense_tensors(last, tensors)
             # Not counted, as torch's batch norm does not count its own: a graph that is kept may still be run backward.
             with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
                 torch._foreach_copy_(tensors, values)
 
-    def _known_of(self, found: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor:
-        """Memory for the last finite values of these: layers may be others than before, or elsewhere."""
-        before = [self._last_of.get(place) for place in found]
+    def _known_of(self, by_place: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor:
+        """Return new memory with the last finite values of these tensors, whose layers may have been replaced or moved."""
+        before = [self._last_of.get(place) for place in by_place]
         pieces = [
             tensor.reshape(-1) if last is None or last.numel() != tensor.numel() else last.to(tensor)
-            for last, tensor in zip(before, found.values(), strict=True)
+            for last, tensor in zip(before, by_place.values(), strict=True)
         ]
         known = torch.cat(pieces)
-        self._last_of.update(zip(found, known.split([piece.numel() for piece in pieces]), strict=True))
+        self._last_of.update(zip(by_place, known.split([piece.numel() for piece in pieces]), strict=True))
         return known
 
 
 def is_known_finite(is_finite: torch.Tensor) -> bool:
-    """Whether the host can tell without waiting that all are: on the CPU."""
+    """Whether the host can tell without waiting that all elements are finite: on the CPU."""
     return is_finite.is_cpu and bool(is_finite.all())
 
 

@@ -1,8 +1,8 @@
-"""Float32 parameters in the places of lower-precision ones, inside of the step of an optimizer that knows nothing of rests.
+"""Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests.
 
-An optimizer holds the model's own parameters. For the time of its step `StandIns` puts float32 parameters into its groups, with
-the values and gradients of the weights, under which its state is then found too; afterwards what it made of them is split into
-weights and rests. The dtype of the weights themselves is not changed for it, since that would cost them the hooks of DDP.
+An optimizer holds the model's own parameters. During its step `StandIns` puts float32 parameters with the values and gradients of
+the weights into its groups, and its state under them. Afterwards the new values are split into weights and rests. The weights keep
+their dtype: a change would cost them the hooks of DDP.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .gradients import Gradients, Slot
 
 
 class StandIns:
-    """Those of one optimizer, and of optimizers inside of it over the same parameters (SAM's, Lookahead's)."""
+    """The stand-ins of one optimizer, and of optimizers inside of it over the same parameters (SAM's, Lookahead's)."""
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
-        self._refs = [weakref.ref(one) for one in (optimizer, *inner_optimizers(optimizer))]
+        self._refs = [weakref.ref(x) for x in (optimizer, *inner_optimizers(optimizer))]
         self._gradients = gradients
         self._of: dict[Slot, nn.Parameter] = {}
         self.are_in_place = False
-        # Until a step has moved a stand-in: an optimizer with a list of its own steps past them.
+        # Whether a step is known to move stand-ins: an optimizer with a list of its own steps past them.
         self._moves = is_known(optimizer)
-        self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # weights and stand-ins
+        self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # copies of weights and stand-ins
 
     @property
     def _optimizers(self) -> list[Any]:
@@ -40,7 +40,7 @@ class StandIns:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Have the optimizer step over them; what it made of them goes to the model."""
+        """Let the optimizer step over the stand-ins, then split their values into the model's weights and rests."""
         if self.are_in_place or not self._gradients.stored:
             yield
             return
@@ -55,7 +55,7 @@ class StandIns:
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
-        """Have the optimizer's groups and state name them; they hold no values."""
+        """Put the stand-ins, without values, into the optimizer's groups and state."""
         of_param = {}
         for slot in self._gradients.stored:
             if slot not in self._of:
@@ -67,29 +67,29 @@ class StandIns:
         busy = [self, *(wrapper.stand_ins for wrapper in wrappers[1:] if wrapper is not None)]
         self._exchange(of_param)
         try:
-            for one in busy:
-                one.are_in_place = True
+            for stand_ins in busy:
+                stand_ins.are_in_place = True
             yield
         finally:
-            for one in busy:
-                one.are_in_place = False
+            for stand_ins in busy:
+                stand_ins.are_in_place = False
             self._exchange({stand_in: param for param, stand_in in of_param.items()})
 
-    def _exchange(self, others: Mapping[Tensor, Tensor]) -> None:
+    def _exchange(self, replacements: Mapping[Tensor, Tensor]) -> None:
         done: set[int] = set()  # lists that several optimizers share
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 params = group["params"]
                 if id(params) not in done:
                     done.add(id(params))
-                    params[:] = [others.get(param, param) for param in params]
+                    params[:] = [replacements.get(param, param) for param in params]
             state = optimizer.state
             for param in list(state):  # all of them, so that their order stays
-                state[others.get(param, param)] = state.pop(param)
+                state[replacements.get(param, param)] = state.pop(param)
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Values and gradients as they are in the model."""
+        """Copy values and gradients from the model into the stand-ins."""
         slots = self._gradients.stored
         for slot in slots:
             slot.entry.loans.end(slot.entry)
@@ -100,17 +100,17 @@ class StandIns:
         self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Gradients as they are in the model."""
-        found = self._gradients.in_float32()
+        """Give the stand-ins the gradients of the model, in float32."""
+        gradients = self._gradients.in_float32()
         for slot in self._gradients.stored:
-            self._of[slot].grad = found.get(slot)
+            self._of[slot].grad = gradients.get(slot)
         if not self._moves:
             values = ((slot, self._of.get(slot, slot.param)) for slot in self._gradients.slots)
             self._before = {slot: (slot.param.detach().clone(), value.detach().clone()) for slot, value in values}
 
     @torch.no_grad()
     def put_into_model(self) -> None:
-        """Split the values into weights and rests."""
+        """Split the stand-ins' values into weights and rests."""
         if not self._moves:
             self._refuse_steps_past()
         slots = self._gradients.stored
@@ -119,7 +119,7 @@ class StandIns:
         )
 
     def _refuse_steps_past(self) -> None:
-        """Raise where the optimizer wrote to the model's weights and left these alone. The weights go back."""
+        """Restore the weights and raise, where the optimizer wrote to them and not to the stand-ins."""
         before, self._before = self._before, {}
         still = [slot for slot in self._gradients.stored if torch.equal(before[slot][1], self._of[slot])]
         self._moves = len(still) < len(self._gradients.stored)
@@ -139,12 +139,12 @@ class StandIns:
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     """Optimizers that an optimizer holds, over parameters of its own groups."""
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return [
         inner
         for inner in getattr(optimizer, "__dict__", {}).values()
         if all(hasattr(inner, name) for name in ("param_groups", "state", "step"))
-        and not own.isdisjoint(id(param) for group in inner.param_groups for param in group["params"])
+        and not ids.isdisjoint(id(param) for group in inner.param_groups for param in group["params"])
     ]
 
 
@@ -154,7 +154,7 @@ Wrapper = Any  # of optimizer_wrapper.py, which imports this module
 
 
 class _SkippedInClosure(Exception):
-    """Unwinds an optimizer whose closure met an overflow."""
+    """The exception that unwinds an optimizer whose closure met an overflow."""
 
 
 _SECOND_EVALUATION = (
@@ -167,7 +167,7 @@ _SECOND_EVALUATION = (
 def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
-    """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
+    """Take a step that may evaluate its closure again, on the optimizer's values. An overflow in an evaluation undoes it."""
     wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
     before = _copies(wrapper.gradients.slots)

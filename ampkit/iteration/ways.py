@@ -1,8 +1,8 @@
 """The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
 
-Below stands the one for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
-``torch.optim.Adam.step`` runs as it is, with hooks, groups and state; only the function that it hands its lists to
-(``torch.optim.adam.adam``) is another one while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
+`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
+``torch.optim.Adam.step`` runs as it is, with hooks, groups and state. Only the function that it hands its lists to
+(``torch.optim.adam.adam``) is replaced while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _version_of = operator.attrgetter("_version")
 
 
 class Way(NamedTuple):
-    """How an optimizer takes its step.
+    """A way in which an optimizer takes its step.
 
-    ``skips_on_device`` says that it is told there of gradients that are not finite; for others the host reads that. So at loss
-    scale 1 it looks at its gradients unasked, which costs no more than a norm.
+    ``skips_on_device`` says that the step reads the flag on the device; for other ways the host reads it. So at loss scale 1
+    such a step checks its gradients by default, which costs no more than a norm.
     ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``in_step`` gets the wrapper and
     the flag; the optimizer's own step runs inside of the context that it returns.
     """
@@ -53,7 +53,7 @@ class Way(NamedTuple):
 
 @contextmanager
 def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
-    """Ours: `StepInputs` say what to heed. Without rests it updates float32 copies of stored weights."""
+    """Pass `StepInputs` to a fused optimizer. If it takes no rests, it updates float32 copies of stored weights."""
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
         rests={id(slot.param): slot.entry.rest for slot in gradients.stored},
@@ -70,12 +70,12 @@ def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
 
 
 def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextManager[None]:
-    """torch's SGD, Adam and AdamW: the function that they hand their lists to is another one."""
+    """Replace the function that torch's SGD, Adam and AdamW hand their lists to."""
     return wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
 
 
 def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[None]:
-    """Any other: it updates float32 weights, or float32 copies of stored ones."""
+    """Let any other optimizer update float32 weights, or float32 copies of stored ones."""
     return wrapper.stand_ins.in_step()
 
 
@@ -86,7 +86,7 @@ ITS_OWN = Way("its own", False, False, _of_its_own)
 
 
 def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
-    """The way of the step that begins, and why weights are not updated in one pass; None where they are."""
+    """Return the way of the step that begins, and the reason why it is not in one pass; None where it is."""
     traits, gradients, plan = wrapper.traits, wrapper.gradients, wrapper.owner.plan
     if traits.takes_inputs and traits.takes_rests:
         return OURS, None
@@ -100,7 +100,7 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
 
 
 def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pass_step: bool = True) -> str | None:
-    """Why a step of weights in lower precision runs over float32 copies; None where one pass updates weights and rests."""
+    """The reason why a step of weights in lower precision needs float32 copies; None where one pass updates weights and rests."""
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
         if not traits.takes_rests:
@@ -132,18 +132,18 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
 
 
 class OnePassStep:
-    """The step of one optimizer of torch's, which may hold weights with rests."""
+    """The one-pass step of an optimizer of torch's, which may hold weights with rests."""
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        #: Of steps that were counted together, by the first: counts, their versions, a number for each, equal where they are.
+        #: By the id of the first, counts that move together: the tensors, their versions, a number for each, equal where they are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
         self.state: Any = optimizer.state
 
     @contextmanager
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
-        """Have torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""
+        """Let torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""
         self.state, self.found_inf = optimizer.state, found_inf
         _running.step, before = self, read_narrow(True)
         try:
@@ -153,16 +153,16 @@ class OnePassStep:
             read_narrow(before)
 
     def batches(self, params: Sequence[Tensor], apart: Sequence[Any]) -> list[tuple[list[int], dict[str, Any]]]:
-        """Indices of parameters, on one device, that one call of a kernel can update, and what it is told of rests and clipping.
+        """Return the indices of parameters that one kernel call can update, and its keywords for rests, clipping and the flag.
 
-        ``apart`` is a list beside the parameters, of which one call takes equal elements.
+        A call takes parameters of one device, with equal elements in ``apart``, a list beside ``params``.
         """
         rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored} if self._gradients.stored else {}
-        found: dict[Any, list[int]] = {}
+        by_kind: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
-            found.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)
+            by_kind.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)
         batches: list[tuple[list[int], dict[str, Any]]] = []
-        for (has_rests, *_), indices in found.items():
+        for (has_rests, *_), indices in by_kind.items():
             lower = [rests[id(params[i])] for i in indices] if has_rests else None
             clip = self._gradients.clipping.pending if has_rests else None
             batches.append((indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)))
@@ -185,7 +185,7 @@ class OnePassStep:
         are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
         if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
             numbers, here = [int(step) for step in steps], set(map(id, steps))
-            self.known_counts = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
+            self.known_counts = {key: row for key, row in self.known_counts.items() if here.isdisjoint(map(id, row[0]))}
         taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
         kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)
@@ -193,7 +193,7 @@ class OnePassStep:
         return numbers
 
     def give_counts_back(self, optimizer: Any) -> None:
-        """Have step counts be on the host again, where torch keeps them."""
+        """Move step counts back to the host, where torch keeps them."""
         if not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
             for state in optimizer.state.values():
                 if isinstance(count := state.get("step"), Tensor):
@@ -212,14 +212,14 @@ def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
     def adam(
         params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
     ) -> None:
-        one = _running.step
-        if one is None:
+        one_pass = _running.step
+        if one_pass is None:
             return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
         for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
             for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
                 if moment.dtype in LOWER_PRECISION:
-                    moments[i] = one.state[params[i]][name] = moment.float()
-        for indices, given in one.batches(params, one.count(params, steps)):
+                    moments[i] = one_pass.state[params[i]][name] = moment.float()
+        for indices, keywords in one_pass.batches(params, one_pass.count(params, steps)):
             count, device = steps[indices[0]], params[indices[0]].device
             columns = [grads, params, exp_avgs, exp_avg_sqs]
             if len(indices) < len(params):
@@ -234,7 +234,7 @@ def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
                 decoupled=settings.get("decoupled_weight_decay", False),
                 weight_decay=settings["weight_decay"],
                 inv_scale=-1.0 if settings["maximize"] else None,
-                **given,
+                **keywords,
             )
         return None
 
@@ -243,14 +243,14 @@ def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
 
 def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
     def sgd(params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
-        one = _running.step
-        if one is None:
+        one_pass = _running.step
+        if one_pass is None:
             return original(params, grads, momenta, **settings)
         momentum, dampening = settings["momentum"], settings["dampening"]
         is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
-        for indices, given in one.batches(params, is_first):
+        for indices, keywords in one_pass.batches(params, is_first):
             first = is_first[indices[0]]
-            if first and dampening and one.found_inf is not None and is_set(one.found_inf):
+            if first and dampening and one_pass.found_inf is not None and is_set(one_pass.found_inf):
                 continue  # the first momentum is the first gradient that is taken
             for i in indices if momentum else ():
                 if first:
@@ -268,7 +268,7 @@ def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
                 nesterov=settings["nesterov"],
                 first_run=first,
                 inv_scale=-1.0 if settings["maximize"] else None,
-                **given,
+                **keywords,
             )
         return None
 

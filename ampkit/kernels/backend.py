@@ -18,7 +18,7 @@ from ampkit.libraries import BUILD, cuda_is_emulated, load_library, report_broke
 
 @dataclass(frozen=True)
 class Implementation:
-    """Who computes the multi-tensor operators of this process, and why."""
+    """The implementation of the multi-tensor operators in this process, and the reason for it."""
 
     name: str  #: "extension" or "reference"
     why: str  #: in words, with the import error if there was one
@@ -36,7 +36,7 @@ _OPERATORS = (
 )
 #: The operators of torch.ops.ampkit by name; each has one overload.
 _ops: dict[str, Any] = {}
-#: Which arguments of an operator are written to.
+#: By operator, the indices of the arguments that it writes to.
 _written: dict[str, list[int]] = {}
 #: By operator, the function that calls the kernel past torch's dispatcher (csrc/direct.h). The function returns NotImplemented,
 #: with nothing written, where the dispatcher is needed or the kernel refuses an argument.
@@ -44,18 +44,18 @@ direct: dict[str, Callable[..., Any]] = {}
 
 
 def implementation() -> Implementation:
-    """What was chosen when ampkit was imported."""
+    """Return the implementation that was chosen when ampkit was imported."""
     return _implementation
 
 
 def through_dispatcher(op: str, *arguments: Any) -> Any:
-    """What the operator of torch.ops.ampkit returns. Counts writes, which autograd's checks and weight-cast caches read."""
+    """Call the operator of torch.ops.ampkit, and count its writes for autograd's checks and weight-cast caches."""
     result = _ops[op](*arguments)
     if not torch.compiler.is_compiling():
         for i in _written[op]:
-            one = arguments[i]
-            if one is not None:
-                torch._C._increment_version([one] if isinstance(one, torch.Tensor) else list(one))
+            argument = arguments[i]
+            if argument is not None:
+                torch._C._increment_version([argument] if isinstance(argument, torch.Tensor) else list(argument))
     return result
 
 
@@ -69,7 +69,7 @@ def _load() -> tuple[str, str]:
         raise ImportError("ampkit/_C was built from older sources; build it again") from error
     for name, op in _ops.items():
         arguments = enumerate(op._schema.arguments)
-        _written[name] = [i for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        _written[name] = [i for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
         if not op._schema.returns:  # for torch.compile and fake tensors: there is nothing to say about results
             torch.library.register_fake(f"ampkit::{name}", lambda *args: None)
     torch.library.register_fake("ampkit::multi_tensor_unscale_l2norm", _fake_norms)

@@ -1,4 +1,4 @@
-"""What every operator asks of its lists and flags, with errors that say what was found."""
+"""Checks of every operator's lists and flags, with errors that name the fault and its place."""
 
 from collections.abc import Mapping, Sequence
 
@@ -53,12 +53,12 @@ def check_lists(
             raise RuntimeError(f"{op}: {name} has no memory: its storage was freed")
     places = [(place, tensor) for place, *_, tensor in named] + list(flags.items())
     without = [place for place, tensor in places if tensor.device.type == "meta"]
-    if without and len(without) < len(places):  # what is computed of them or found in them would be lost
+    if without and len(without) < len(places):  # results and flags of the others would be lost
         raise RuntimeError(f"{op}: {without[0]} is on the meta device, without data, and others are not")
 
 
 def _fault(op: str, name: str, tensor: Tensor, row: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with a tensor of the list ``name``; ``row`` has those of all lists at its index."""
+    """The fault of a tensor in the list ``name``, None without any; ``row`` has the tensors of all lists at its index."""
     if name == "rests" or (name == "lower" and tensor.dtype is torch.int16 and op in _TAKE_RESTS):
         weight = row["weights" if name == "rests" else "params"]
         if tensor.dtype is not torch.int16 or weight.dtype not in LOWER_PRECISION:
@@ -99,7 +99,7 @@ def _fault_of_packed(tensor: Tensor, numel: int) -> str | None:
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """What arithmetic on these tensors is done in: float32, or wider where one of them is."""
+    """The dtype of arithmetic on these tensors: float32, or wider where one of them is."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -5,11 +5,11 @@ tensor costs no precision in another. And companded, as in their dynamic codes a
 values that are far apart: here a code is a logarithm, so that the error is relative to each value.
 
 A value is rounded to a float of 8 bits of exponent and 3 of mantissa; read as a whole number, these 11 bits are its place on a
-grid. Of each block of 256 elements the highest place is kept (as the float32 that it stands for: the block's scale), and of
-each element how far below that it is:
+grid. Each block of 256 elements keeps its highest place (as the float32 that it stands for: the block's scale), and each
+element keeps its distance below that:
 
-- a first moment in a sign and 7 bits: places down to 2^-15.75 of the highest. What is lower becomes 0.
-- a second moment in 8 bits: places down to 2^-31.75 of the highest. What is lower is raised to that: a second moment, by whose root
+- a first moment in a sign and 7 bits: places down to 2^-15.75 of the highest. Lower places become 0.
+- a second moment in 8 bits: places down to 2^-31.75 of the highest. Lower ones are raised to that: a second moment, by whose root
   a step is divided, is stored as 0 only where it is 0.
 
 **How far off.** Eight places to a factor of 2, so neighbours are between 1/15 and 1/8 of a value apart. Rounded to nearest a value
@@ -35,15 +35,15 @@ _DROPPED = 23 - _MANTISSA
 _WORD = 0xFFFFFFFF
 _INFINITY = 0x7F800000
 _INFINITE_PLACE, _NAN_PLACE = _INFINITY >> _DROPPED, 0x7FC00000 >> _DROPPED
-#: What is drawn for an element: one number for its moments, of which each is right in the mean, and one for itself.
+#: The random numbers of an element: one for its moments, each of which is right in the mean, and one for itself.
 MOMENTS, PARAM = range(2)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a step reads and rounds moments and parameters in lower precision, in plain torch.
+    """The rounding of moments and parameters in lower precision in a step, in plain torch.
 
-    ``positions`` (float32, shape [n]) has the place of each parameter among all of the optimizer's; with it moments in lower
+    ``positions`` (float32, shape [n]) has the index of each parameter among all of the optimizer's; with it moments in lower
     precision are rounded by random numbers, a function of ``seed``, ``step``, position and element, and with ``round_params``
     parameters in bfloat16 too. Without positions everything is rounded to nearest.
     """
@@ -54,7 +54,7 @@ class Rounding:
     round_params: bool
 
     def of(self, i: int, stored: Tensor, value: Tensor, stream: int, is_signed: bool = False) -> Tensor:
-        """What to write into ``stored``, parameter ``i`` or a moment of it, for a float32 value: itself, rounded or packed."""
+        """Return a float32 value as ``stored``, parameter ``i`` or a moment of it, is to hold it: unchanged, rounded or packed."""
         if stored.dtype not in (torch.uint8, torch.bfloat16):
             return value
         drawn = None
@@ -72,7 +72,7 @@ def packed_size(numel: int) -> int:
 
 
 def pack(values: Tensor, is_signed: bool, drawn: Tensor | None = None) -> Tensor:
-    """A moment, packed; rounded to nearest, or by the number ``drawn`` for each element."""
+    """Pack a moment, rounded to nearest, or by the number ``drawn`` for each element."""
     bits = _blocks(values.detach().to(torch.float32).contiguous().view(torch.int32).reshape(-1).long())
     magnitudes = bits & 0x7FFFFFFF
     dither = 1 << (_DROPPED - 1)
@@ -111,7 +111,7 @@ def unpack(packed: Tensor, shape: torch.Size, is_signed: bool) -> Tensor:
 
 
 def to_bfloat16(values: Tensor, drawn: Tensor) -> Tensor:
-    """float32 rounded to a neighbour in bfloat16, by the number ``drawn`` for each element; finite values stay finite."""
+    """Round float32 to a neighbour in bfloat16, by the number ``drawn`` for each element; finite values stay finite."""
     bits = values.detach().contiguous().view(torch.int32).long()
     magnitudes = bits & 0x7FFFFFFF
     rounded = ((magnitudes + (drawn.reshape(values.shape) & 0xFFFF)) >> 16).clamp(max=0x7F7F)
@@ -158,5 +158,5 @@ def _code_bytes(numel: int) -> int:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """In rows of a block each, the last one filled up with zeros."""
+    """Return values in rows of one block each, the last row padded with zeros."""
     return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)

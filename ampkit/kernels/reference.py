@@ -1,4 +1,4 @@
-"""Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
+"""Every multi-tensor operator in plain torch: the specification of the compiled kernels, and their fallback.
 
 Lists may mix dtypes, sizes and devices; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
 Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a narrower
@@ -34,8 +34,8 @@ def multi_tensor_scale(
     if not inputs:
         return
     # In place each tensor is handed over once.
-    given = () if not torch.compiler.is_compiling() and inputs is outputs else inputs
-    lists = {"inputs": given, "outputs": outputs}
+    to_read = () if not torch.compiler.is_compiling() and inputs is outputs else inputs
+    lists = {"inputs": to_read, "outputs": outputs}
     serve("multi_tensor_scale", _scale, lists, number(scale), (found_inf, first_bad))
 
 
@@ -48,7 +48,7 @@ def _scale(scale, scale_tensor, found_inf, first_bad, inputs, outputs):
 
 
 def _product(x, factor, dtype):
-    """``x * factor`` in this dtype; without a product where that is the number 1."""
+    """Return ``x * factor`` in this dtype, or ``x`` itself where the factor is the number 1."""
     if isinstance(factor, Tensor):
         return x.to(dtype) * on(factor.reshape(()), x.device)
     return x if factor == 1.0 else x.to(dtype) * factor
@@ -96,7 +96,7 @@ def _join(weights, rests, outputs):
 
 
 def multi_tensor_split(values: Tensors, weights: Tensors, rests: Tensors) -> None:
-    """weights[i] and rests[i] become what values[i] is together: see split.py."""
+    """Split values[i] into weights[i] and rests[i]: see split.py."""
     lists = {"values": values, "weights": weights, "rests": rests}
     if _have_elements("multi_tensor_split", lists):
         serve("multi_tensor_split", _split, lists)
@@ -119,7 +119,7 @@ def joined(weight: Tensor, rest: Tensor | None) -> Tensor:
 
 
 def parted(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight in ``dtype`` and the rest that a float32 value falls into."""
+    """Split a float32 value into a new weight in ``dtype`` and its rest."""
     weight = torch.empty_like(value, dtype=dtype, requires_grad=False)
     rest = torch.empty_like(value, dtype=torch.int16, requires_grad=False)
     multi_tensor_split([value.detach()], [weight], [rest])

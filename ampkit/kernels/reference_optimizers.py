@@ -1,7 +1,7 @@
-"""The multi-tensor steps of SGD and Adam in plain torch, over lists of tensors, and what steps of all rules share.
+"""The multi-tensor steps of SGD and Adam in plain torch, over lists of tensors, and the code that steps of all rules share.
 
 A step updates ``params`` and states in place, and writes the new values, rounded, into ``lower`` if there is one; the kernels do it
-in one pass. A formula (`adam`, ...) says what becomes of float32 gradients, parameters and states; `formula` widens them before,
+in one pass. A formula (`adam`, ...) computes on float32 gradients, parameters and states; `formula` widens them before,
 and rounds and writes them after. Where a parameter is wider than float32, its update is.
 
 Every step takes, besides the settings of its rule, what `step_arguments` does: ``lr`` and ``step``, the number of this step, 1 for
@@ -28,17 +28,17 @@ from ampkit.kernels.split import join, split
 
 
 class _Settings:
-    """What a formula is given besides the lists. ``own`` are the settings of the rule; ``each`` has a number for each tensor."""
+    """The arguments of a formula besides the lists. ``own`` are the settings of the rule; ``each`` has a number for each tensor."""
 
     def __init__(self, settings, lr, step, inv_scale, clip, found_inf, each, positions) -> None:
         rate, count, factor, low, high, round_params, *self.own = settings
         self.lr, self.step = rate if lr is None else lr, count if step is None else step
-        self.factor = math.prod([factor, *(one for one in (inv_scale, clip) if one is not None)])
+        self.factor = math.prod([factor, *(x for x in (inv_scale, clip) if x is not None)])
         self.found_inf, self.each = found_inf, each
         self.rounding = Rounding(positions, low | high << 32, self.step, round_params)
 
     def corrections(self, beta1: float, beta2: float, corrects_bias: bool) -> tuple[Number, Number]:
-        """What running means fall short of after so many steps; powers in float64, for they come close to 1."""
+        """The bias corrections of running means after this number of steps; powers in float64, for they come close to 1."""
         if not corrects_bias:
             return 1.0, 1.0
         step = self.step
@@ -53,8 +53,8 @@ def formula(rule: Callable[..., None]) -> Callable[..., None]:
     ``rule(settings, gradients, params, *states)`` changes wide params and states in place.
     """
 
-    def reference(*given, grads, params, lower=None, **states):
-        s = _Settings(*given)
+    def reference(*settings, grads, params, lower=None, **states):
+        s = _Settings(*settings)
         copies = s.found_inf is not None  # of what is wide enough: the step may turn out to be skipped
         wide = [compute_dtype(p) for p in params]
         d = [g.to(dtype) for g, dtype in zip(grads, wide, strict=True)]
@@ -126,8 +126,8 @@ def multi_tensor_sgd(
     lists, rule = {"grads": grads, "params": params}, "sgd"
     if momentum:
         lists["momenta"], rule = momenta, "sgd with momentum"  # type: ignore[assignment]
-    own = (momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum)
-    take_step(rule, _sgd, lists, lower, own, each=trust, **common)
+    rule_settings = (momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum)
+    take_step(rule, _sgd, lists, lower, rule_settings, each=trust, **common)
 
 
 @formula
@@ -165,8 +165,8 @@ def multi_tensor_adam(
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    own = (*betas, 1.0 - betas[0], eps, weight_decay, decoupled, bias_correction)
-    take_step("adam", adam, lists, lower, own, **common)
+    rule_settings = (*betas, 1.0 - betas[0], eps, weight_decay, decoupled, bias_correction)
+    take_step("adam", adam, lists, lower, rule_settings, **common)
 
 
 @formula
@@ -175,7 +175,7 @@ def adam(s, d, p, m, v):
 
 
 def adam_direction(s, d, p, m, v):
-    """Moves the moments; returns first moment / (root of the second + eps), both corrected, and decayed."""
+    """Move the moments, and return first moment / (root of the second + eps), both corrected, and decayed."""
     beta1, beta2, share, eps, decay, decoupled, corrects_bias = s.own
     if decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=decay)
@@ -199,10 +199,10 @@ def take_step(
     reference: Callable[..., None],
     lists: dict[str, Tensors],
     lower: Tensors | None,
-    own: tuple[float, ...],
+    rule_settings: tuple[float, ...],
     **common: Any,
 ) -> None:
-    """The step of a rule, whose own settings are ``own``, over ``lists``; ``common`` is what `step_arguments` takes besides."""
+    """Take a step of a rule with its ``rule_settings`` over ``lists``; ``common`` has the other arguments of `step_arguments`."""
     if lower:
         lists["lower"] = lower
     count = len(lists["grads"])
@@ -210,11 +210,11 @@ def take_step(
         if len(column) != count:
             check_lists(f"multi_tensor_{rule.partition(' ')[0]}", lists)
     if count:
-        serve("multi_tensor_step", reference, lists, step_arguments(own, **common), (), rule)
+        serve("multi_tensor_step", reference, lists, step_arguments(rule_settings, **common), (), rule)
 
 
 def step_arguments(
-    own: tuple[float, ...],
+    rule_settings: tuple[float, ...],
     lr: Number,
     step: Number = 1.0,
     inv_scale: Number | None = None,
@@ -225,7 +225,7 @@ def step_arguments(
     seed: int = 0,
     round_params: bool = False,
 ) -> tuple[Any, ...]:
-    """What the operator of all steps is given besides the lists (csrc/ops.h); `_Settings` is the way back."""
+    """Return the arguments of the operator of all steps besides the lists (csrc/ops.h). `_Settings` reads them back."""
     lr_tensor = step_tensor = inv_scale_tensor = clip_tensor = None
     if isinstance(lr, Tensor):
         lr, lr_tensor = number(lr)
@@ -235,7 +235,7 @@ def step_arguments(
         inv_scale, inv_scale_tensor = number(inv_scale)
     if clip is None or isinstance(clip, Tensor):
         clip, clip_tensor = number(clip)
-    settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *own)
+    settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *rule_settings)
     return settings, lr_tensor, step_tensor, inv_scale_tensor, clip_tensor, found_inf, each, positions
 
 

@@ -1,4 +1,4 @@
-"""Who computes a call of an operator: a compiled kernel or plain torch. `serve` decides it, call by call, by one rule.
+"""The choice between a compiled kernel and plain torch for a call of an operator. `serve` makes it, call by call, by one rule.
 
 A kernel takes plain tensors of one device, in float32, float16 and bfloat16, whose elements lie in one order. It sees the arguments
 first, and refuses all others before it has written anything (csrc/check.h). Python looks only at what a kernel refuses: it words
@@ -41,7 +41,7 @@ def serve(
     flags: tuple[Tensor | None, ...] = (),
     rule: str | None = None,
 ) -> Any:
-    """``reference(*rest, *flags, **lists)``, by a kernel where one takes that; autograd does not see what it does.
+    """Compute ``reference(*rest, *flags, **lists)``, by a kernel where one takes the arguments; autograd does not see it.
 
     ``op`` names the compiled operator, which is given the lists, then ``rest`` and ``flags``; with a ``rule`` it is the step of
     that rule. Lists that are not empty have one length. A tensor in ``rest`` is read beside the lists. ``flags`` are ``found_inf``,
@@ -71,10 +71,10 @@ def serve(
 
 
 def _raise_as_torch_does(error: RuntimeError, lists: Mapping[str, Tensors]) -> None:
-    """Where the kernels could not allocate (csrc/check.h), ask torch for as many bytes: its error has a type and says more."""
-    if found := re.search(r"ampkit: out of memory: (\d+) bytes", str(error)):
+    """Ask torch for as many bytes as a kernel could not allocate (csrc/check.h): torch's error has a type and says more."""
+    if match := re.search(r"ampkit: out of memory: (\d+) bytes", str(error)):
         device = next(tensor.device for column in lists.values() for tensor in column)
-        torch.empty(int(found[1]), dtype=torch.uint8, device=device)
+        torch.empty(int(match[1]), dtype=torch.uint8, device=device)
 
 
 def number(value: Number | None) -> tuple[float, Tensor | None]:
@@ -91,7 +91,7 @@ def on(number: float, device: torch.device) -> float: ...
 @overload
 def on(number: None, device: torch.device) -> None: ...
 def on(number: Number | None, device: torch.device) -> Number | None:
-    """A number where it is needed, without waiting for a GPU's work, unless it is pinned: it may be written to meanwhile."""
+    """Move a number to a device. Waits for a GPU's work only for pinned memory, which may be written to meanwhile."""
     if not isinstance(number, Tensor) or number.device == device:
         return number
     return number.to(device, non_blocking=device.type == "cuda" and not number.is_pinned())
@@ -100,16 +100,16 @@ def on(number: Number | None, device: torch.device) -> Number | None:
 def _serve_refused(
     op: str, reference: Callable, lists: Mapping[str, Tensors], rest: tuple, flags: tuple, rule: str | None
 ) -> Any:
-    """`serve` for arguments that a kernel has not taken at once."""
+    """Serve arguments that a kernel has not taken at once."""
     tensors = list(chain.from_iterable(lists.values()))
     if any(map(is_sharded, tensors)):
         here = {name: [local(tensor) for tensor in column] for name, column in lists.items()}
         return serve(op, reference, here, rest, flags, rule)
     name = op if rule is None else f"multi_tensor_{rule.partition(' ')[0]}"
-    given = {key: column for key, column in lists.items() if column}  # an empty list stands for one that is absent
-    check_lists(name, given, dict(zip(("found_inf", "first_bad"), flags)))
+    not_empty = {key: column for key, column in lists.items() if column}  # an empty list stands for one that is absent
+    check_lists(name, not_empty, dict(zip(("found_inf", "first_bad"), flags)))
     device = tensors[0].device
-    rest = tuple([on(one, device) for one in rest])
+    rest = tuple([on(x, device) for x in rest])
     one_device = all([tensor.device == device for tensor in (*tensors, *flags) if tensor is not None])
     # LAMB's kernel computes directions twice, from moments that must not be rounded in between.
     moments = (*lists["exp_avgs"], *lists["exp_avg_sqs"]) if rule == "lamb" else ()
@@ -120,12 +120,12 @@ def _serve_refused(
 
 
 def _run_kernel(op: str, name: str, lists: Mapping[str, Tensors], rest: tuple, flags: tuple, rule: str | None) -> Any:
-    """The operator over contiguous copies where tensors have gaps or another order; what was written comes home."""
+    """Run the operator, over contiguous copies of tensors with gaps or another order, and copy back what it has written."""
     columns = {key: [tensor.contiguous() for tensor in column] for key, column in lists.items()}
-    rest = tuple([one.detach().to(torch.float32) if isinstance(one, Tensor) else one for one in rest])
-    first, *others = columns.values()
-    given = (first, *others) if rule is None else (rule, first, list(chain.from_iterable(others)))
-    result = backend.through_dispatcher(op, *given, *rest, *flags)
+    rest = tuple([x.detach().to(torch.float32) if isinstance(x, Tensor) else x for x in rest])
+    first, *further = columns.values()
+    arguments = (first, *further) if rule is None else (rule, first, list(chain.from_iterable(further)))
+    result = backend.through_dispatcher(op, *arguments, *rest, *flags)
     written = [key for key in lists if is_written(name, key)]
     pairs = [pair for key in written for pair in zip(lists[key], columns[key]) if pair[0] is not pair[1]]
     if pairs:

@@ -16,12 +16,12 @@ _ALMOST_HALF = 0.5 - 2.0**-25  # added before a sum is cut off, which rounds it 
 
 
 def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weights in ``dtype`` (float16 or bfloat16) and the rests (int16) of float32 values. A NaN becomes the canonical one."""
+    """Split float32 values into weights in ``dtype`` (float16 or bfloat16) and rests (int16). A NaN becomes the canonical one."""
     is_half = dtype is torch.float16
     shift, infinity, nan, largest = (15, 0x7C00, 0x7E00, 0x477FE000) if is_half else (16, 0x7F80, 0x7FC0, 0x7F7F7FFF)
     bits = values.detach().view(torch.int32)
-    given, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
-    code = given.clamp(max=largest)
+    magnitude, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
+    code = magnitude.clamp(max=largest)
     if is_half:
         small = (code.clamp(max=0x38800000).view(torch.float32) * _UNITS_OF_ONE + _ALMOST_HALF).to(torch.int32)
         code = torch.where(code < 0x38800000, small, (code - _REBIAS) << 2)
@@ -29,14 +29,14 @@ def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if is_half:
         rounded = torch.where((rounded == 0) & (code != 0), 1, rounded)
     rest = code - (rounded << shift)
-    is_finite = given < 0x7F800000
-    special = torch.where(given > 0x7F800000, nan, infinity | sign)
+    is_finite = magnitude < 0x7F800000
+    special = torch.where(magnitude > 0x7F800000, nan, infinity | sign)
     weight = torch.where(is_finite, rounded | sign, special)
     return weight.to(torch.int16).view(dtype), torch.where(is_finite, rest, 0).to(torch.int16)
 
 
 def join(weights: Tensor, rests: Tensor) -> Tensor:
-    """The float32 values of weights and their rests. Each rounds to its weight, also where a script wrote the weight."""
+    """Join weights and rests into float32 values. Each value rounds to its weight, also where a script wrote the weight."""
     is_half = weights.dtype is torch.float16
     shift, infinity = (15, 0x7C00) if is_half else (16, 0x7F80)
     bits = weights.detach().view(torch.int16).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The float32 values of a model whose optimizer keeps the rests: out, for evaluation, export and averages, and in again."""
+"""Saving and loading of float32 values, for evaluation, export and averages, of a model whose optimizer keeps the rests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def float32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     The float32 tensors are copies; all others are the model's own, as in ``state_dict``.
     """
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in LOWER_PRECISION:
-            found[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
+            state[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
         elif id(tensor) in copies:  # tied
-            found[name] = copies[id(tensor)]
+            state[name] = copies[id(tensor)]
         else:
-            found[name] = copies[id(tensor)] = kernels.joined(tensor, optimizer.state.get(tensor, {}).get("rest"))
-    return found
+            state[name] = copies[id(tensor)] = kernels.joined(tensor, optimizer.state.get(tensor, {}).get("rest"))
+    return state
 
 
 @torch.no_grad()

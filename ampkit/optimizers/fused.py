@@ -1,9 +1,9 @@
 """A step of the fused optimizers, in multi-tensor calls.
 
 A fused optimizer says in `FusedOptimizer.update` how the parameters of one `Batch` move; the rules themselves are the
-kernels'. What a session, or a GradScaler, has to say about a step (scale, finding, clipping, weights to write) comes in as
-`StepInputs`, and nothing of it is read on the host: step counts are tensors on the parameters' device, and stand still
-where a step is skipped. State, and checkpoints of it, are those of state.py.
+kernels'. A session, or a GradScaler, passes scale, flag, clipping and rests to a step as `StepInputs`. The host reads none of
+them: step counts are tensors on the parameters' device, and do not move where a step is skipped. State and its checkpoints
+are those of state.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that
 
 @dataclass
 class StepInputs:
-    """What is to be heeded in one step.
+    """The inputs of one step besides gradients and settings.
 
     ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
-    (`ampkit.kernels.split`). None is for an optimizer without a session, which keeps its own. ``gradient_of`` reads a gradient.
+    (`ampkit.kernels.split`). None is for an optimizer without a session, which has its own. ``gradient_of`` reads a gradient.
     Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
@@ -72,19 +72,19 @@ class Batch:
 
     @property
     def factors(self) -> dict[str, Any]:
-        """The keywords of the kernels that say what becomes of the gradients."""
+        """The kernels' keywords for the factors of the gradients and the flag."""
         return dict(inv_scale=self.inv_scale, clip=self.clip, found_inf=self.found_inf)
 
     def part(self, indices: list[int]) -> Batch:
-        """Some of it."""
+        """Return the batch of the parameters at these indices."""
         if len(indices) == len(self.params):
             return self
         lists: dict[str, Any] = {name: getattr(self, name) for name in ("params", "grads", "lower", "states")}
-        parts: dict[str, Any] = {name: [one[i] for i in indices] for name, one in lists.items() if one}
+        parts: dict[str, Any] = {name: [column[i] for i in indices] for name, column in lists.items() if column}
         return replace(self, **parts)
 
     def one_more(self) -> Scale:
-        """What a step count goes up by: 1, or 0 where the step is skipped."""
+        """The increment of a step count: 1, or 0 where the step is skipped."""
         return 1.0 if self.found_inf is None else on(self.found_inf, self.device).reshape(()).logical_not()
 
 
@@ -97,7 +97,7 @@ class FusedOptimizer(KeepsState):
 
     set_grad_none = True
     keeps_float32_state = True  # the session leaves it alone where the parameters train in lower precision
-    takes_step_inputs = True  # a session need not read a finding for it
+    takes_step_inputs = True  # a session need not read the flag for it
     takes_rests = False  # its update writes weights and rests together; others step over float32 parameters
     counts_steps = True
     needs_whole_tensors = False  # their norms: parameters that are sharded over processes are refused
@@ -118,7 +118,7 @@ class FusedOptimizer(KeepsState):
     def train_lower_precision(
         self, rests: bool, step_in_backward: bool, max_norm: float | None, clip_value: float | None
     ) -> None:
-        """Take what a constructor was told of rests and of clipping, before there are groups."""
+        """Set the constructor's arguments for rests and clipping, before there are groups."""
         kind = type(self).__name__
         for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
             if value is not None and (not _is_number(value, float("inf")) or not value):
@@ -139,7 +139,7 @@ class FusedOptimizer(KeepsState):
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError or RuntimeError for what is not accepted, and leaves the groups as they were."""
+        """Add a group as in torch. Raises ValueError or RuntimeError for what is refused, and leaves the groups as they were."""
         super().add_param_group(param_group)
         kind = type(self).__name__
         try:
@@ -187,7 +187,7 @@ class FusedOptimizer(KeepsState):
             self._place_settings(group)
 
     def hand_over(self, to_session: bool) -> None:
-        """A session takes the optimizer, or gives it back: its hooks on parameters go, or come."""
+        """Remove the hooks on parameters when a session takes the optimizer, and add them when it gives the optimizer back."""
         self._hooks.follow(self, none=to_session)
 
     @contextmanager
@@ -206,7 +206,7 @@ class FusedOptimizer(KeepsState):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for gradients that were not finite. Waits for the device; a skip is told in one line."""
+        """The number of steps that were skipped for gradients that were not finite. Waits for the device, and warns of skips."""
         skips = 0.0 if self._skips is None else self._skips.item()
         if skips > self._hooks.told_of:
             self._hooks.told_of = 2 * skips  # not of each: they may go on
@@ -224,37 +224,37 @@ class FusedOptimizer(KeepsState):
         self._hooks.end_sums()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        """Update every parameter that has a gradient; returns the closure's loss, if there is one."""
         if torch.compiler.is_dynamo_compiling():  # kernels, and state that comes and goes, are no part of a graph
             return torch._dynamo.disable(FusedOptimizer.step)(self, closure)  # type: ignore[no-untyped-call]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = self.inputs
-        if given is None:
+        inputs = self.inputs
+        if inputs is None:
             self.inputs = _inputs_of_grad_scaler(self)
         try:
             self.judge(self.param_groups)
             self.update_groups()
             self._end_step()
-            if self.step_in_backward:  # it took what no hook has: sums, and what was frozen when hooks were set
+            if self.step_in_backward:  # it took what has no hook: sums, and what was frozen when hooks were set
                 self.zero_grad(set_to_none=True)
                 self._hooks.follow(self)
         finally:
-            self.inputs = given
+            self.inputs = inputs
         return loss
 
     def step_now(self, group: dict[str, Any], param: torch.Tensor) -> None:
-        """In a backward pass: the update of this parameter of a group, whose gradient is complete."""
+        """Update one parameter of a group in a backward pass, when its gradient is complete."""
         alone = {**group, "params": [param]}
-        given, self.inputs = self.inputs, StepInputs()
+        inputs, self.inputs = self.inputs, StepInputs()
         try:
             self.judge([alone])
             with torch.no_grad():
                 self.update_group(alone)
         finally:
-            self.inputs = given
+            self.inputs = inputs
 
     @torch.no_grad()
     def judge(self, groups: list[dict[str, Any]]) -> None:
@@ -283,13 +283,13 @@ class FusedOptimizer(KeepsState):
                 gradient.clamp_(-on(bound, gradient.device), on(bound, gradient.device))
 
     def _end_step(self) -> None:
-        """Count a skip. The host learns of it where that costs nothing."""
-        found = self._hooks.end_step()
-        if found is not None:
+        """Count a skip. On the CPU, where the host reads it for nothing, warn of it."""
+        found_inf = self._hooks.end_step()
+        if found_inf is not None:
             if self._skips is None:
-                refuse_to_begin("the count of skipped steps", found.device)
-                self._skips = torch.zeros_like(found)
-            self._skips.add_(found != 0)
+                refuse_to_begin("the count of skipped steps", found_inf.device)
+                self._skips = torch.zeros_like(found_inf)
+            self._skips.add_(found_inf != 0)
             if self._skips.is_cpu and not torch.compiler.is_compiling():
                 _ = self.skipped_steps
 
@@ -318,7 +318,7 @@ class FusedOptimizer(KeepsState):
         raise NotImplementedError
 
     def batches(self, group: dict[str, Any]) -> list[Batch]:
-        """The parameters of a group that have a gradient, by what one call can update."""
+        """The parameters of a group that have a gradient, in batches that one call can update."""
         inputs = self.inputs or _NOTHING
         inv_scale = inputs.inv_scale
         if group.get("maximize"):
@@ -348,7 +348,7 @@ class FusedOptimizer(KeepsState):
         return list(batches.values())
 
     def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What a parameter in lower precision lacks of its float32 value: a session's, or the optimizer's own."""
+        """The rest of a parameter in lower precision, from the session or from the optimizer; None where none is kept."""
         rests = (self.inputs or _NOTHING).rests
         if rests is None:
             return self.own_rest(param)
@@ -376,15 +376,15 @@ class FusedOptimizer(KeepsState):
                 yield step, part
 
     def moments(self, batch: Batch, name: str) -> list[torch.Tensor]:
-        """The state of this name of each parameter, made of zeros on first use, at least float32."""
-        found = []
+        """The state ``name`` of each parameter, in the dtype of `Storage`; zeros on first use."""
+        moments = []
         for param, state in zip(batch.params, batch.states):
             moment = state.get(name)
             if moment is None:
                 refuse_to_begin("the optimizer's state", param.device)
                 moment = state[name] = self.storage.zeros(param)
-            found.append(moment)
-        return found
+            moments.append(moment)
+        return moments
 
     def global_norm(self, groups: list[dict[str, Any]] | None = None) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
@@ -394,7 +394,7 @@ class FusedOptimizer(KeepsState):
         return norm_of(self._gradients(self.param_groups if groups is None else groups), inputs.inv_scale)
 
     def _gradients(self, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """Those that are not sparse, which the update refuses by name."""
+        """The gradients of these groups except sparse ones, for which the update raises."""
         gradient_of = (self.inputs or _NOTHING).gradient_of
         every = [gradient_of(param) for group in groups for param in group["params"]]
         return [gradient for gradient in every if gradient is not None and gradient.layout is torch.strided]
@@ -404,19 +404,19 @@ _NOTHING = StepInputs()
 
 
 def refuse_unsupported(optimizer: str, **settings: bool) -> None:
-    """RuntimeError for a setting of torch's optimizers that is True and that the kernels have nothing for."""
+    """Raise RuntimeError for a setting of torch's optimizers that is True and that the kernels do not support."""
     twin = "SGD" if "SGD" in optimizer else "Adam" if optimizer == "Adam" else "AdamW"
     for name in [name for name, value in settings.items() if value]:
         raise RuntimeError(f"{optimizer} does not support {_UNSUPPORTED[name]}. Use torch.optim.{twin}({name}=True).")
 
 
 def where_true(**settings: bool) -> dict[str, bool]:
-    """Settings of groups that stand there only where they say something, as Apex's checkpoints do not know them."""
+    """Return the settings that are True. Groups hold no others of them, since Apex's checkpoints do not know them."""
     return {name: value for name, value in settings.items() if value}
 
 
 def _inputs_of_grad_scaler(optimizer: Any) -> StepInputs:
-    """What a ``torch.amp.GradScaler`` says of a step by two attributes: the scale of the gradients, and whether all are finite."""
+    """The inputs that a ``torch.amp.GradScaler`` passes in two attributes: the scale of the gradients, and the overflow flag."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if optimizer.step_in_backward and (scale is not None or found_inf is not None):
         raise RuntimeError(

@@ -58,7 +58,7 @@ class SGD(FusedOptimizer):
                 f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
             )
         self.storage = Storage.of(self, state_dtype, rounding, seed)
-        self.counts_steps = self.storage.draws  # random numbers hang on it
+        self.counts_steps = self.storage.draws  # random numbers depend on it
         self.train_lower_precision(rests, step_in_backward, max_norm, clip_value)
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, {**defaults, **self.storage.defaults(seed), **where_true(maximize=maximize)})
@@ -87,7 +87,7 @@ class SGD(FusedOptimizer):
         return None
 
     def _split_by_buffer(self, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
-        """(True, parameters that have no momentum yet) and (False, the others)."""
+        """Split a batch into (True, parameters without a momentum yet) and (False, the others)."""
         if not group["momentum"]:
             return [(False, batch)]
         # torch.optim.SGD saves None where it has no momentum.
@@ -95,7 +95,7 @@ class SGD(FusedOptimizer):
         first = [i for i, none in enumerate(has_none) if none]
         later = [i for i, none in enumerate(has_none) if not none]
         parts = [(False, batch.part(later))] if later else []
-        # Without dampening a first momentum is what zeros become, also after steps that were skipped. With it the host has to
+        # Without dampening zeros become the first momentum, also after steps that were skipped. With it the host has to
         # know whether this is the first step that is taken.
         skipped = first and group["dampening"] and batch.found_inf is not None and bool(batch.found_inf.item())
         return parts if not first or skipped else [*parts, (True, batch.part(first))]

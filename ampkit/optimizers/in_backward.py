@@ -1,8 +1,8 @@
-"""What an optimizer without a session does while a backward pass runs: it steps parameter by parameter, or watches sums.
+"""The hooks of an optimizer without a session in a backward pass: they step parameter by parameter, or watch sums.
 
 With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees that. Without it
-one hook, on the first parameter in lower precision, tells once of gradients that add up there. `widen_sums` has them add up
-in float32. A session hears of gradients itself, and has the hooks removed while it lasts.
+one hook, on the first parameter in lower precision, warns once of gradients that add up there. `widen_sums` lets them add up
+in float32. A session checks gradients itself, and removes the hooks while it lasts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .scales import on
 
 
 class BackwardHooks:
-    """The hooks of one optimizer, and what they have found since its last step."""
+    """The hooks of one optimizer, and the flag of its gradients since its last step."""
 
     def __init__(self) -> None:
         self.accumulates = False
@@ -35,7 +35,7 @@ class BackwardHooks:
         self._last: weakref.ref[Tensor] | None = None  # the gradient that the watched parameter had
 
     def follow(self, optimizer: Any, none: bool = False) -> None:
-        """Have hooks on the parameters that the optimizer holds now, or on ``none``."""
+        """Put hooks on the parameters that the optimizer holds now, or with ``none`` remove all hooks."""
         params: list[Any] = list(_trained(optimizer))
         if not optimizer.step_in_backward:
             params = list(_lower(optimizer))[:1] if optimizer.rests else []
@@ -52,18 +52,18 @@ class BackwardHooks:
             self._handles[key] = wanted[key].register_post_accumulate_grad_hook(hook)
 
     def heed(self, found_inf: Tensor) -> None:
-        """Have the next `end_step` know of this flag too."""
-        found = self._found_inf
-        self._found_inf = found_inf if found is None else torch.maximum(found, on(found_inf, found.device))
+        """Combine a further flag into the one that the next `end_step` returns."""
+        flag = self._found_inf
+        self._found_inf = found_inf if flag is None else torch.maximum(flag, on(found_inf, flag.device))
 
     def end_step(self) -> Tensor | None:
-        """The highest flag since the step before, None where nothing was judged. Other gradients come."""
-        found, self._found_inf, self._last = self._found_inf, None, None
+        """Return the highest flag since the step before, None where nothing was judged, and reset it for new gradients."""
+        flag, self._found_inf, self._last = self._found_inf, None, None
         self._stepped.clear()
-        return found
+        return flag
 
     def widen_sums(self, optimizer: Any) -> None:
-        """Have gradients of parameters in lower precision be float32 until they are cleared, those that are there too."""
+        """Make gradients of parameters in lower precision float32 until they are cleared, also the present ones."""
         _refuse_sums(optimizer)
         for param in _lower(optimizer):
             if param.grad_dtype is not torch.float32:
@@ -73,7 +73,7 @@ class BackwardHooks:
                 self._widened[id(param)] = param
 
     def end_sums(self) -> None:
-        """After ``zero_grad``: gradients are of the dtype that a backward pass makes them in, whatever the parameter becomes."""
+        """Undo `widen_sums` after ``zero_grad``: cleared gradients get the dtype of their parameter again, also if that changes."""
         self._last = None
         for key, param in list(self._widened.items()):
             if param.grad is None:
@@ -81,7 +81,7 @@ class BackwardHooks:
                 del self._widened[key]
 
     def _step(self, optimizer: Any, param: Tensor) -> None:
-        group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), None)
+        group = next((group for group in optimizer.param_groups if any(p is param for p in group["params"])), None)
         if group is None:  # a script has taken it out
             return
         if are_several_processes():

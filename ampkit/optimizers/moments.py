@@ -1,4 +1,4 @@
-"""What a fused optimizer stores its moments in, and how it rounds what it writes: `Storage`, made of three arguments.
+"""The storage of a fused optimizer's moments, and its rounding of moments and parameters: `Storage`, made of three arguments.
 
 An optimizer asks its storage for zeros, to ``load`` a parameter's state as float32 and to ``store`` it, and nothing else.
 
@@ -31,14 +31,14 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
 
 @dataclass(frozen=True)
 class Storage:
-    """How moments are stored, and whether parameters in bfloat16 are rounded by random numbers."""
+    """The dtype of stored moments, and whether parameters in bfloat16 are rounded by random numbers."""
 
     state_dtype: torch.dtype = torch.float32
     is_stochastic: bool = False
 
     @classmethod
     def of(cls, optimizer: Any, state_dtype: str | torch.dtype, rounding: str, seed: int) -> Storage:
-        """What the arguments of an optimizer's constructor ask for; ValueError where that does not exist."""
+        """Return the storage for a constructor's arguments. Raises ValueError for a value that does not exist."""
         name = str(state_dtype).removeprefix("torch.")
         kind = type(optimizer).__name__
         if name not in STATE_DTYPES:
@@ -61,7 +61,7 @@ class Storage:
         return self.is_narrow or self.is_stochastic
 
     def defaults(self, seed: int) -> dict[str, int]:
-        """What stands in the parameter groups, and so in checkpoints."""
+        """The settings that parameter groups hold, and so checkpoints."""
         return {"seed": seed} if self.draws else {}
 
     def rounds_params(self, params: Sequence[torch.Tensor]) -> bool:
@@ -84,21 +84,21 @@ class Storage:
 
     def load(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
         """A parameter's state with moments in float32, for a checkpoint."""
-        found = dict(state)
+        loaded = dict(state)
         for name in _MOMENTS.keys() & state.keys():
             moment = state[name]
             if moment is None or moment.dtype not in (torch.uint8, torch.bfloat16):
                 continue
             if moment.dtype is torch.uint8:
-                found[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-                here = local(found[name])
+                loaded[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+                here = local(loaded[name])
                 here.copy_(moments.unpack(moment, here.shape, _MOMENTS[name]))
             else:
-                found[name] = moment.float()
-        return found
+                loaded[name] = moment.float()
+        return loaded
 
     def store(self, state: dict[str, Any], param: torch.Tensor) -> None:
-        """Have moments of ``state`` that are float32 be as they are stored; to nearest, which finds the same codes again."""
+        """Convert float32 moments of ``state`` to their stored form, rounded to nearest, which gives the same codes again."""
         if not self.is_narrow or param.dtype not in CASTABLE:
             return
         for name in _MOMENTS.keys() & state.keys():
@@ -116,17 +116,17 @@ class Storage:
         """The keywords of the kernels that say by which random numbers ``params`` are rounded; none where all is to nearest."""
         if not self.draws:
             return {}
-        all_params = [param for one in optimizer.param_groups for param in one["params"]]
+        all_params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         cache = optimizer.__dict__.setdefault("_positions", {})
-        found = cache.get(id(params[0]))
-        if found is None or not are_same(found[0], params) or not are_same(found[1], all_params):
+        cached = cache.get(id(params[0]))
+        if cached is None or not are_same(cached[0], params) or not are_same(cached[1], all_params):
             places = {id(param): place for place, param in enumerate(all_params)}
             values = [float(places[id(param)]) for param in params]
             positions = torch.tensor(values, dtype=torch.float32, device=params[0].device)
-            found = cache[id(params[0])] = (list(params), all_params, positions)
-        return dict(positions=found[2], seed=group["seed"], round_params=self.rounds_params(params))
+            cached = cache[id(params[0])] = (list(params), all_params, positions)
+        return dict(positions=cached[2], seed=group["seed"], round_params=self.rounds_params(params))
 
 
 def are_same(these: Collection[Any], those: Collection[Any]) -> bool:
-    """Whether these are the very objects, in the same order."""
+    """Whether two collections hold the same objects, in the same order."""
     return len(these) == len(those) and all(map(operator.is_, these, those))

@@ -22,17 +22,17 @@ def on_device_of(value: Scale, other: Scale) -> Scale:
     return on(value, other.device) if isinstance(other, torch.Tensor) else value
 
 
-def refuse_to_begin(what: str, device: torch.device) -> None:
-    """Raise where a graph is captured before the first iteration: what begins in it begins anew at each replay."""
+def refuse_to_begin(state: str, device: torch.device) -> None:
+    """Raise where a graph is captured before the first iteration: state that begins in it begins anew at each replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
-            f"A CUDA graph is captured before the first iteration: each replay would begin with {what} anew. Run an iteration "
+            f"A CUDA graph is captured before the first iteration: each replay would begin with {state} anew. Run an iteration "
             "or two before the capture, on a side stream (see examples/recipes/cuda_graph.py)."
         )
 
 
 def norm_of(gradients: list[torch.Tensor], factor: Scale | None = None) -> torch.Tensor | None:
-    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none. ``factor`` multiplies it."""
+    """The Euclidean norm of all gradients, over all processes: float32, shape [1]; None of none. ``factor`` multiplies it."""
     if not gradients:
         return None
     if not any(map(is_sharded, gradients)):

@@ -3,7 +3,7 @@
 State is float32 whatever the parameters are, or as `Storage` says. ``state_dict`` writes the layout of the torch.optim twin, where
 a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where it stands in the group.
 
-**Where a rest lies.** What a parameter in lower precision lacks of its float32 value lies in one place at a time. Without a session
+**Where a rest lies.** The rest of a parameter in lower precision lies in one place at a time. Without a session
 that is ``state[param]["rest"]`` of its optimizer, zeros at the first step; optimizers of one parameter hold the same tensor.
 `initialize` joins rests into float32 parameters (models/incoming.py), from which O2 splits its own. ``close()`` splits what it
 gives back into parameter and rest again.
@@ -27,7 +27,7 @@ _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 NO_STATE: Mapping[str, Any] = MappingProxyType({})
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
-#: Those that have kept a rest.
+#: The optimizers that have kept a rest.
 KEEPERS: weakref.WeakSet[KeepsState] = weakref.WeakSet()
 
 
@@ -43,10 +43,10 @@ class KeepsState(torch.optim.Optimizer):
         return self.storage.is_narrow
 
     def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Begin with a rest of a parameter: that of another optimizer which keeps one, or zeros; ``values`` are written to it."""
+        """Create the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
         refuse_to_begin("the optimizer's state", param.device)
         rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        for other in [one.state.get(param, NO_STATE).get("rest") for one in list(KEEPERS)]:
+        for other in [optimizer.state.get(param, NO_STATE).get("rest") for optimizer in list(KEEPERS)]:
             if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
                 rest = other
         if values is not None:
@@ -56,7 +56,7 @@ class KeepsState(torch.optim.Optimizer):
         return rest
 
     def own_rest(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What a parameter in lower precision lacks of its float32 value; None where no rests are kept."""
+        """The rest of a parameter in lower precision, created where it is missing; None where no rests are kept."""
         rest: torch.Tensor | None = self.state.get(param, NO_STATE).get("rest")
         if rest is None:
             return self.keep_rest(param) if self.rests else None
@@ -68,7 +68,7 @@ class KeepsState(torch.optim.Optimizer):
         return rest
 
     def leave_out_rests(self, params: list[torch.Tensor]) -> None:
-        """Drop rests that have no place beside these parameters, and tell how many."""
+        """Drop the rests of these parameters, which have no use for them, and warn of their number."""
         lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, NO_STATE)]
         if lost:
             logger.warning(
@@ -97,7 +97,7 @@ class KeepsState(torch.optim.Optimizer):
             self.state[param]["step"] = step
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the settings that stand in attributes, which torch leaves out of copies."""
+        """Return torch's state, and the settings in attributes, which torch leaves out of copies."""
         settings = {name: value for name, value in vars(self).items() if isinstance(value, _SETTINGS)}
         return {**settings, **super().__getstate__()}
 
@@ -107,7 +107,7 @@ class KeepsState(torch.optim.Optimizer):
             KEEPERS.add(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: every parameter has a step count of its own there, on the host."""
+        """Return a state dict like torch.optim's: every parameter has a step count of its own in it, on the host."""
         saved = super().state_dict()
         if self.storage.is_narrow:
             for key, param in self._by_key(saved).items():
@@ -146,10 +146,10 @@ class KeepsState(torch.optim.Optimizer):
         self._share_equal_counts()
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """ValueError or RuntimeError for settings that are not accepted."""
+        """Raise ValueError or RuntimeError for settings that are not accepted."""
 
     def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
-        """Rests as they were saved, which torch makes floating-point; what is missing, or has no place here, is told."""
+        """Load rests as they were saved, since torch makes them floating-point. Warns of missing and of useless ones."""
         missing = 0
         for key, param in params.items():
             state = saved.get(key, NO_STATE)
@@ -161,7 +161,7 @@ class KeepsState(torch.optim.Optimizer):
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
             )
-        self.leave_out_rests([one for one in params.values() if not self.rests or one.dtype not in LOWER_PRECISION])
+        self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
         """The parameters by the keys that a checkpoint has for them."""
@@ -179,7 +179,7 @@ class KeepsState(torch.optim.Optimizer):
             self._share_count(torch.full((), number, dtype=torch.float32, device=device), params)
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of either layout in ours; ``state_dict`` is a copy, two levels deep."""
+        """Translate a checkpoint of either layout to this class's; ``state_dict`` is a copy, two levels deep."""
         for group in state_dict["param_groups"]:
             step = group.pop("step", None)
             for key in group["params"]:
@@ -188,9 +188,9 @@ class KeepsState(torch.optim.Optimizer):
         return self.with_our_groups(state_dict)
 
     def with_our_groups(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Settings that the other layout does not know keep their values."""
-        for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
+        """Add settings that the other layout does not know, with their present values."""
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
             for name in self.defaults:
-                if name in ours:
-                    theirs.setdefault(name, ours[name])
+                if name in group:
+                    saved.setdefault(name, group[name])
         return state_dict

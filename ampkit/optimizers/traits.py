@@ -1,4 +1,4 @@
-"""What can be told of an optimizer by its class, and by what a script has put on it, before it takes a step."""
+"""Facts about an optimizer before its step, from its class and from the methods and hooks that a script has put on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOME = "ampkit."  # of functions that no script has replaced
 
 
 def is_known(optimizer: Any) -> bool:
-    """Whether its class is torch's or ours."""
+    """Whether an optimizer's class is torch's or ampkit's."""
     return type(optimizer).__module__.startswith(("torch.optim.", "ampkit."))
 
 
@@ -24,17 +24,17 @@ def evaluates_once(optimizer: Any) -> bool:
 
 
 def hand_over(optimizer: Any, to_session: bool) -> None:
-    """Tell an optimizer of ours that a session takes it, or gives it back."""
+    """Tell an optimizer of ampkit's that a session takes it, or gives it back."""
     if isinstance(optimizer, FusedOptimizer):
         optimizer.hand_over(to_session)
 
 
 class Traits(NamedTuple):
-    """What its methods say, asked before `initialize` puts others in their places.
+    """Facts about an optimizer's methods, read before `initialize` replaces them.
 
-    ``takes_inputs``: it is a fused optimizer of ours whose ``step`` no script has replaced; ``takes_rests``: its ``update`` writes
-    weights and rests together. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may stand around
-    it. ``clears_as_torch``: its ``zero_grad`` is torch's or ours.
+    ``takes_inputs``: it is a fused optimizer of ampkit's whose ``step`` no script has replaced; ``takes_rests``: its ``update``
+    writes weights and rests together. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may wrap
+    it. ``clears_as_torch``: its ``zero_grad`` is torch's or ampkit's.
     """
 
     takes_inputs: bool
@@ -58,14 +58,14 @@ class Traits(NamedTuple):
         )
 
 
-# Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
+# The hooks of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
 _pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
 _post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 
 def has_hooks(optimizer: Any) -> bool:
     """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
         optimizer, "_optimizer_step_post_hooks", None
     )
-    return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
+    return hooks is not None and bool(hooks or _pre_hooks_of_all or _post_hooks_of_all)
