@@ -69,7 +69,7 @@ __all__ = [
 # fmt: on
 
 
-# Where each name lives. What is asked for is imported then: ``import ampkit.optimizers`` loads neither casts nor sessions.
+# The module of each name, imported at the first use: ``import ampkit.optimizers`` loads neither casts nor sessions.
 _HOMES = {
     "api": "clip_grad_norm_ close disable_casts initialize keep_casts load_state_dict master_params scale_loss session state_dict "
     "step_was_skipped",
@@ -90,7 +90,7 @@ _HOMES = {
     "registry": "current_session",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-# Names of torch.amp and apex.amp that are not here, and what does that here.
+# Names of torch.amp and apex.amp that ampkit lacks, and what to use instead.
 _INSTEAD = {
     "amp": "ampkit takes the place of apex.amp itself: ampkit.initialize, ampkit.scale_loss.",
     "autocast": "opt_level='O1' casts what the script calls and 'O5' what its models call; ampkit.disable_casts() is enabled=False",
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> _Any:
 
 
 class _Package(_ModuleType):
-    """Python would write the module ``ampkit.session`` over the function of that name."""
+    """The class of this module: it keeps Python from writing the module ``ampkit.session`` over the function of that name."""
 
     def __setattr__(self, name: str, value: _Any) -> None:
         if name not in _HOME_OF or not isinstance(value, _ModuleType):
@@ -124,5 +124,5 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    """The names to use. The rooms of the package are attributes too, since Python makes them so."""
+    """The public names, without the submodules that Python makes attributes too."""
     return [*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"]

@@ -96,8 +96,8 @@ def initialize(
 
     Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
-    given = dict(locals())
-    settings = {name: given[name] for name in SETTINGS}
+    arguments = dict(locals())
+    settings = {name: arguments[name] for name in SETTINGS}
     opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
     if enabled or isinstance(enabled, str):  # which is refused
@@ -108,7 +108,7 @@ def initialize(
 
 
 def _track(models: Any, optimizers: Any) -> None:
-    """Have a session that does nothing own these, for `scale_loss` to know; with ``enabled=False`` they may be anything."""
+    """Open a session that does nothing, so that `scale_loss` knows these objects. They may be of any type (``enabled=False``)."""
     things = [
         [validation.uncompiled(item) for item in validation.flatten(value) if type(item).__weakrefoffset__]
         for value in (models, optimizers)
@@ -184,10 +184,10 @@ def scale_loss(
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
     switch_off_left_on()
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrappers = list(map(wrapper_of, given))
+    optimizer_list = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrappers = list(map(wrapper_of, optimizer_list))
     if not wrappers or None in wrappers:
-        _refuse_uninitialized(given, wrappers)
+        _refuse_uninitialized(optimizer_list, wrappers)
         return nullcontext(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
@@ -275,9 +275,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
     """
     destination = OrderedDict() if destination is None else destination
     collect_orphans(closing=live_sessions[-1:])
-    for one in live_sessions:
-        one.scaling.synchronize()
-    save_scalers([one.scalers for one in live_sessions], destination)
+    for live in live_sessions:
+        live.scaling.synchronize()
+    save_scalers([live.scalers for live in live_sessions], destination)
     return destination
 
 
@@ -289,8 +289,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     Raises `CheckpointError` for keys or values that are no loss scaler's, and loads nothing then.
     """
     collect_orphans(closing=live_sessions[-1:])
-    disabled = bool(live_sessions) and not any(one.plan.enabled for one in live_sessions)
-    load_scalers(None if disabled else [one.scalers for one in live_sessions], state)
+    disabled = bool(live_sessions) and not any(live.plan.enabled for live in live_sessions)
+    load_scalers(None if disabled else [live.scalers for live in live_sessions], state)
 
 
 def disable_casts() -> Any:
@@ -357,7 +357,7 @@ def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) ->
         raise NotInitializedError(
             "scale_loss was given no optimizer. Pass the optimizer, or a list: scale_loss(loss, optimizer)."
         )
-    if any(one.plan.enabled for one in owners):
+    if any(owner.plan.enabled for owner in owners):
         raise ConfigurationError(
             "scale_loss was given optimizers of which some went through initialize(enabled=False), and would step with scaled "
             "gradients. Use the same enabled= in every initialize call whose optimizers share a loss."
@@ -367,10 +367,10 @@ def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) ->
 def _lower_precision_of(
     models: Sequence[nn.Module], earlier: Sequence[Session], recast: set[torch.Tensor]
 ) -> torch.dtype | None:
-    """The lower precision that all of these models came in, if it is one: O3 leaves them in it."""
-    found: set[torch.dtype | None] = set()
+    """The lower precision that all of these models came in, or None: O3 leaves them in it."""
+    dtypes: set[torch.dtype | None] = set()
     for model in models:
-        own = {param.dtype for param in model.parameters() if param not in recast}
-        own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
-        found |= own or {None}
-    return found.pop() if len(found) == 1 else None
+        lower = {param.dtype for param in model.parameters() if param not in recast}
+        lower = lower.union(*(s.incoming.dtypes_of(model) for s in earlier)).intersection(LOWER_PRECISION)
+        dtypes |= lower or {None}
+    return dtypes.pop() if len(dtypes) == 1 else None

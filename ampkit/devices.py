@@ -10,9 +10,9 @@ from torch import nn
 
 def device_types(models: Sequence[nn.Module]) -> set[str]:
     """The device types that the models' parameters live on; their buffers, where there are none."""
-    found = {param.device.type for model in models for param in model.parameters()}
-    found = found or {buffer.device.type for model in models for buffer in model.buffers()}
-    return found or {"cpu"}
+    types = {param.device.type for model in models for param in model.parameters()}
+    types = types or {buffer.device.type for model in models for buffer in model.buffers()}
+    return types or {"cpu"}
 
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
@@ -30,5 +30,5 @@ def has_instructions_for(dtype: torch.dtype) -> bool:
 
 
 def computes_slowly_in(dtype: torch.dtype) -> bool:
-    """Whether all that there is is a processor without instructions for products in float16 or bfloat16."""
+    """Whether there is no accelerator, and the processor has no instructions for products in float16 or bfloat16."""
     return not torch.accelerator.is_available() and not has_instructions_for(dtype)

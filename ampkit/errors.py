@@ -1,4 +1,4 @@
-"""Exception types of ampkit: one base, and a few that say at whose door the fault lies.
+"""Exception types of ampkit: one base, and a few that say where the fault lies.
 
 Each also derives from the built-in exception that Apex or plain Python would have raised, so that scripts which catch
 that one keep working.

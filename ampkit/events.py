@@ -1,7 +1,7 @@
-"""What happens in an iteration, told to whoever listens: forwards, `scale_loss` blocks, backward passes, steps of optimizers.
+"""Events of an iteration for listeners: forwards, `scale_loss` blocks, backward passes, steps of optimizers.
 
-The core calls the functions below where `listeners` is not empty. What torch does by itself is told by hooks and patches that are
-in place while somebody listens: `forwards` and `steps` here, ``calls_of_torch`` of the core for backward passes. ampkit.insight
+The core calls the functions below where `listeners` is not empty. Hooks and patches report what torch does by itself,
+while somebody listens: `forwards` and `steps` here, ``calls_of_torch`` of the core for backward passes. ampkit.insight
 listens.
 """
 
@@ -20,56 +20,56 @@ from torch.amp.grad_scaler import GradScaler
 
 from .patching import PatchSet, SharedPatches, Undo
 
-#: Asked in every iteration of the core; empty unless `listening`.
+#: Read in every iteration of the core; empty unless `listening`.
 listeners: list[Listener] = []
 if hasattr(os, "register_at_fork"):  # a child is no part of what is watched
     os.register_at_fork(after_in_child=listeners.clear)
 
 
 class Listener:
-    """Subclasses replace what they want to hear of. A passing exception ends what it is raised through, without a word here."""
+    """The base of listeners, which override the events that they need. An exception ends an event without ``..._ends``."""
 
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Of any module, in any thread, a part of others or not."""
+        """Handle the begin of a forward, of any module or submodule, in any thread."""
 
     def forward_ends(self, module: torch.nn.Module) -> None: ...
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Any:
-        """A `scale_loss` block, or ``scale`` of torch's GradScaler. A context manager that is returned stands in its place."""
+        """Handle the begin of a `scale_loss` block, or of ``GradScaler.scale``. A context manager that is returned replaces it."""
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        """The outermost pass: not those that torch.utils.checkpoint runs inside of it."""
+        """Handle the begin of an outermost backward pass, not of those that torch.utils.checkpoint runs inside of it."""
 
     def backward_ends(self) -> None: ...
 
     def step_begins(self, optimizer: Any) -> None:
-        """After a closure was evaluated. Steps inside of a step, of the optimizers that it is made of, are not told of."""
+        """Handle the begin of a step, after its closure was evaluated. Steps of optimizers inside of that step are left out."""
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None: ...
 
 
 @contextmanager
 def listening(listener: Listener, *shared: SharedPatches) -> Iterator[None]:
-    """Tell a listener of what happens inside. ``shared`` are the sources that it needs, patched before what it patches itself."""
+    """Register a listener inside of the block. ``shared`` are the sources that it needs, patched before its own patches."""
     with Undo() as undo:
-        for one in shared:
-            one.acquire()
-            undo.callback(one.release)
+        for source in shared:
+            source.acquire()
+            undo.callback(source.release)
         listeners.append(listener)
         undo.callback(listeners.remove, listener)
         yield
 
 
-def tell(event: str, *what: Any) -> Any:
+def tell(event: str, *args: Any) -> Any:
     """Call this method of all listeners, and return the last answer."""
     answer = None
-    for one in tuple(listeners):
-        answer = getattr(one, event)(*what) or answer
+    for listener in tuple(listeners):
+        answer = getattr(listener, event)(*args) or answer
     return answer
 
 
 def telling(backward: Callable[..., None], roots: Sequence[Any]) -> Callable[..., None]:
-    """Tell that a backward pass begins. What is returned runs it, and tells of its end."""
+    """Report that a backward pass begins, and return a function that runs it and reports its end."""
     tell("backward_begins", roots)
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def telling(backward: Callable[..., None], roots: Sequence[Any]) -> Callable[...
 
 
 class _Step(threading.local):
-    """The step that runs in this thread: its optimizer, the depth of the stack where it began, and whether the core told of it."""
+    """The step that runs in this thread: its optimizer, the depth of the stack where it began, and whether the core reported it."""
 
     optimizer: Any = None
     depth = begun = 0
@@ -99,9 +99,9 @@ def is_stepping() -> bool:
 
 
 def begin_step(optimizer: Any, by_core: bool = True) -> None:
-    """Tell of a step. One inside of another, or of the class that it extends, is a part of it.
+    """Report that a step begins. A step inside of another, or of the class that it extends, is a part of it.
 
-    One that is no deeper than the last, which has not ended, comes after an exception.
+    Where the last step has not ended and the new one is no deeper in the stack, an exception has ended the last.
     """
     depth = len(list(walk_stack(sys._getframe())))
     if _step.optimizer is None or depth <= _step.depth:
@@ -111,7 +111,7 @@ def begin_step(optimizer: Any, by_core: bool = True) -> None:
 
 
 def end_step(optimizer: Any, skipped: bool = False, by_core: bool = True) -> None:
-    """It was taken, or ``skipped``; one that was skipped may not have begun."""
+    """Report that a step has ended. A step that was ``skipped`` may not have begun."""
     if skipped and _step.optimizer is None:
         begin_step(optimizer)
     if _step.optimizer is optimizer and _step.by_core is by_core:
@@ -137,7 +137,7 @@ def _begin_step_of_torch(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _scale(original: Callable, scaler: GradScaler, outputs: Any) -> Any:
-    """What stands in the place of ``GradScaler.scale``."""
+    """Wrap ``GradScaler.scale``, reported as the begin of a block."""
     if not scaler.is_enabled():
         return original(scaler, outputs)
     if not isinstance(outputs, torch.Tensor):
@@ -149,7 +149,7 @@ def _scale(original: Callable, scaler: GradScaler, outputs: Any) -> Any:
 
 
 def _step_unless_skipped(original: Callable, scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What stands in the place of ``GradScaler.step``, which leaves out the optimizer's where gradients are not finite."""
+    """Wrap ``GradScaler.step``: report a skipped step where it leaves out the optimizer's, for gradients that are not finite."""
     begun = _step.begun
     result = original(scaler, optimizer, *args, **kwargs)
     if _step.begun == begun:
@@ -159,20 +159,20 @@ def _step_unless_skipped(original: Callable, scaler: GradScaler, optimizer: Any,
 
 # What torch does by itself
 
-_NAME = "ampkit"  # of our hooks among torch's, which have numbers
+_NAME = "ampkit"  # the key of ampkit's hooks; torch's keys are numbers
 
 
 def _hook_forwards(patches: PatchSet) -> None:
-    of_all = sys.modules["torch.nn.modules.module"]
-    patches.set(of_all._global_forward_pre_hooks, _NAME, lambda *what: tell("forward_begins", *what))
-    patches.set(of_all._global_forward_hooks, _NAME, lambda module, *_: tell("forward_ends", module))
-    patches.set(of_all._global_forward_hooks_always_called, _NAME, True)
+    nn_module = sys.modules["torch.nn.modules.module"]
+    patches.set(nn_module._global_forward_pre_hooks, _NAME, lambda *args: tell("forward_begins", *args))
+    patches.set(nn_module._global_forward_hooks, _NAME, lambda module, *_: tell("forward_ends", module))
+    patches.set(nn_module._global_forward_hooks_always_called, _NAME, True)
 
 
 def _hook_steps(patches: PatchSet) -> None:
-    of_all = sys.modules["torch.optim.optimizer"]
-    patches.set(of_all._global_optimizer_pre_hooks, _NAME, _begin_step_of_torch)
-    patches.set(of_all._global_optimizer_post_hooks, _NAME, lambda optimizer, *_: end_step(optimizer, by_core=False))
+    module = sys.modules["torch.optim.optimizer"]
+    patches.set(module._global_optimizer_pre_hooks, _NAME, _begin_step_of_torch)
+    patches.set(module._global_optimizer_post_hooks, _NAME, lambda optimizer, *_: end_step(optimizer, by_core=False))
     patches.put_around(GradScaler, "scale", _scale)
     patches.put_around(GradScaler, "step", _step_unless_skipped)
 

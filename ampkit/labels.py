@@ -1,6 +1,6 @@
 """Labels of what ampkit does in an iteration: ranges in torch.profiler's traces, and in NVTX under ``emit_nvtx()``.
 
-They are there while a profiler of torch's runs. Otherwise a labelled function takes one look at torch's own flag longer.
+The ranges exist only while a profiler of torch's runs. Otherwise a labelled function only reads torch's own flag.
 """
 
 from __future__ import annotations

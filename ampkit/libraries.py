@@ -1,6 +1,6 @@
-"""The one place that decides whether a compiled library of ampkit is used: the kernels, and O1's wrappers in C++.
+"""The decision whether a compiled library of ampkit is used: the kernels, and O1's wrappers in C++.
 
-AMPKIT_EXTENSION says it when ampkit is imported: ``auto`` (default) takes a library if it loads, ``off`` never does, ``require``
+AMPKIT_EXTENSION is read when ampkit is imported: ``auto`` (default) takes a library if it loads, ``off`` never does, ``require``
 raises ExtensionError where ``auto`` falls back on Python, which computes the same, slower. ``emulated`` is for ampkit's own tests:
 as ``require``, with the CUDA kernels, compiled for the host (tests/emulation), in the place of those for the CPU.
 """
@@ -18,13 +18,13 @@ from .logs import logger
 Library = TypeVar("Library")
 
 _IN_A_CLONE = (Path(__file__).resolve().parents[1] / "setup.py").exists()
-#: What builds the libraries. In a clone, whose sources hide an ampkit that was installed as a copy, it puts them among the sources.
+#: The command that builds the libraries. In a clone, whose sources hide an installed copy of it, it puts them among the sources.
 BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''}."
 
-#: Why a library is not used that may be there.
+#: The reason why a library that may be there is not used.
 SWITCHED_OFF = "AMPKIT_EXTENSION=off"
 
-#: Where a library must be there, and what builds it.
+#: The values that require a library, and what builds it.
 _STRICT = {
     "require": BUILD,
     "emulated": "make venv; pytest finds it in a checkout",
@@ -53,7 +53,7 @@ def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None
 
 
 def report_broken(why: str, error: Exception) -> None:
-    """An error where libraries are required, elsewhere a line in the log: one is there, and broken or for another torch."""
+    """Raise ExtensionError where libraries are required, else log a warning: a library is broken or for another torch."""
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish in _STRICT:
         raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {_STRICT[wish]}") from error

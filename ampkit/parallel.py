@@ -1,7 +1,7 @@
 """Training on several processes: FSDP2 at an opt level (`fully_shard`), and batch norm over the batches of all processes.
 
 `convert_syncbn_model` replaces batch norms. On CUDA it gives ``torch.nn.SyncBatchNorm``. That class refuses CPU tensors, so on
-the CPU it gives ours, which says the same in plain torch operations and one all-reduce each way, and therefore runs over gloo.
+the CPU it gives `SyncBatchNorm`, which computes the same in plain torch operations and one all-reduce each way, also over gloo.
 Scripts call it on the model before the optimizer is built and before ``initialize``.
 """
 
@@ -39,7 +39,7 @@ def fully_shard(
     reduce_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """torch's ``fully_shard`` (FSDP2) with the precision of an opt level, which cannot be changed after sharding. In place.
+    """Shard in place by torch's ``fully_shard`` (FSDP2), with the precision of an opt level, which cannot be changed afterwards.
 
     Call it as torch's own: on the blocks first, then on the model, then build the optimizer, then `initialize` at the same
     level with the same settings. At O2, O3 and O5 the sharded parameters stay and train in float32. They are gathered in lower
@@ -73,7 +73,7 @@ def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, 
     if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
     kept = Kept(module, resolved)
-    in_kept = {param for one in kept.modules for param in one.parameters()}
+    in_kept = {param for kept_module in kept.modules for param in kept_module.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
     if alone:
         raise ConfigurationError(
@@ -81,13 +81,13 @@ def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, 
             "modules that they belong to."
         )
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    inside = {inner for one in kept.modules for inner in one.modules() if inner is not one}
-    by_fsdp = {id(one.param) for one in gathered(module)}  # tensor parallelism shards too
-    for one in kept.modules:
-        has_own = any(id(param) not in by_fsdp for param in one.parameters())
-        if has_own and one not in inside and one is not module and not is_fsdp(one):
-            shard(one, mp_policy=policy, **options)
-            by_fsdp.update(id(param) for param in one.parameters())
+    inside = {inner for kept_module in kept.modules for inner in kept_module.modules() if inner is not kept_module}
+    by_fsdp = {id(shard.param) for shard in gathered(module)}  # tensor parallelism shards too
+    for kept_module in kept.modules:
+        has_own = any(id(param) not in by_fsdp for param in kept_module.parameters())
+        if has_own and kept_module not in inside and kept_module is not module and not is_fsdp(kept_module):
+            shard(kept_module, mp_policy=policy, **options)
+            by_fsdp.update(id(param) for param in kept_module.parameters())
     if module not in kept.modules:
         policy = replace(policy, param_dtype=resolved.lower_precision, reduce_dtype=reduce_dtype)
     return cast(nn.Module, shard(module, mp_policy=policy, **options))
@@ -99,7 +99,7 @@ def convert_syncbn_model(
     *,
     layer_class: Callable[..., _BatchNorm] | None = None,
 ) -> nn.Module:
-    """The model with every batch norm replaced by one that normalises over the processes' joined batch.
+    """Replace every batch norm of a model by one that normalises over the processes' joined batch.
 
     Parameters and running statistics are the very objects of the layers replaced, so an optimizer built before still
     owns them. Instance norms stay as they are. A module that is itself a batch norm comes back as a new one, so use the
@@ -204,7 +204,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def is_on_cuda(module: nn.Module) -> bool:
-    """Whether a tensor of the module is."""
+    """Whether a parameter or buffer of the module is on CUDA."""
     return any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -232,5 +232,5 @@ def _synchronised(
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """One value per channel, shaped to broadcast over ``x``."""
+    """Reshape one value per channel to broadcast over ``x``."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))

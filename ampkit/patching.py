@@ -1,6 +1,6 @@
-"""Writing attributes on objects that are not ours, with the undo of every write beside it.
+"""Attribute writes on objects of torch and scripts, each with its undo.
 
-A `PatchSet` takes its writes back in reverse order. Everything that ampkit changes outside of itself (functions of torch,
+A `PatchSet` undoes its writes in reverse order. Everything that ampkit changes outside of itself (functions of torch,
 methods of an optimizer) goes through one; sessions and the engine of casts hold them.
 """
 
@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 _INHERITED = object()
 
-#: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
+#: Held while torch, models and optimizers are changed or restored: one `initialize` or `close` at a time, whatever its thread.
 changing = threading.RLock()
 
 
 def renew_lock() -> None:
-    """For a forked child: a thread of the parent may have held it."""
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
     global changing
     changing = threading.RLock()
 
@@ -45,7 +45,7 @@ def own_attribute(owner: Any, name: str) -> Any:
 
 
 class Reference(weakref.ref):
-    """A weak reference to a tensor, or to anything. torch may swap the tensor's contents: the object stays the one meant."""
+    """A weak reference to a tensor or another object. It refers to the object even if torch swaps the tensor's contents."""
 
     __slots__ = ()
 
@@ -55,15 +55,15 @@ class _ById(WeakIdRef):
 
 
 def by_tensor() -> WeakIdKeyDictionary:
-    """A dictionary whose keys are tensors, which it holds by references of that kind."""
+    """A dictionary whose keys are tensors, held by weak references that let torch swap their contents."""
     return WeakIdKeyDictionary(ref_type=_ById)
 
 
 _OURS = Reference, _ById
 
 
-def _others(tensor: Any) -> list[weakref.ref]:
-    """The weak references that are not ours, nor of a store of casts, whose callback is a method."""
+def _foreign(tensor: Any) -> list[weakref.ref]:
+    """The weak references to a tensor that are neither ampkit's nor those of a cast cache, whose callback is a method."""
     return [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, _OURS) and not _is_of_store(ref)]
 
 
@@ -72,7 +72,7 @@ def _is_of_store(ref: weakref.ref) -> bool:
 
 
 class Undo(ExitStack):
-    """What is to be undone, the latest first: all of it, whatever fails. The first error is raised at the end."""
+    """A stack of undo functions. All run, the latest first, whatever fails; the first error is raised at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Undo(ExitStack):
         super().callback(run)
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
-        """Have ``undo(thing)`` called, unless the thing is gone by then."""
+        """Register ``undo(thing)``, which is skipped if the thing is gone by then."""
         ref = Reference(thing)
 
         def run() -> None:
@@ -125,13 +125,13 @@ class PatchSet(Undo):
     """
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember what stood there."""
+        """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember the value before."""
         before = own_attribute(owner, name)
         _write(owner, name, value)
         self.callback(_put_back, owner, name, before, value)
 
     def put_around(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Have each call of ``owner.name`` be one of ``around``, with what stood there before the arguments."""
+        """Wrap ``owner.name``: each call becomes ``around(original, *args, **kwargs)``."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -141,17 +141,17 @@ class PatchSet(Undo):
         self.set(owner, name, call)
 
     def restore(self) -> None:
-        """Undo every write, newest first. A value that was put over ours since then stays."""
+        """Undo every write, newest first. A value that others have written over it since stays."""
         self.close()
 
 
-def _put_back(owner: Any, name: str, before: Any, ours: Any) -> None:
-    if own_attribute(owner, name) is ours:
+def _put_back(owner: Any, name: str, before: Any, written: Any) -> None:
+    if own_attribute(owner, name) is written:
         _write(owner, name, before)
 
 
 class SharedPatches:
-    """What several sessions want patched: ``patch(patches)`` is called for the first of them, and undone after the last."""
+    """Patches that several sessions share: ``patch(patches)`` runs for the first of them, and is undone after the last."""
 
     def __init__(self, patch: Callable[[PatchSet], None]) -> None:
         self._patch = patch
@@ -168,7 +168,7 @@ class SharedPatches:
         self._users += 1
 
     def release(self) -> bool:
-        """Returns whether that was the last one."""
+        """Give up one use, and return whether it was the last."""
         self._users -= 1
         if not self._users:
             self._patches.restore()
@@ -188,5 +188,5 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 #: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
-#: where it finds no weak reference to them. It does not find ours.
-swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_others)))
+#: where it finds no weak reference to them. It does not find ampkit's.
+swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_foreign)))

@@ -1,7 +1,7 @@
 """The settings of a session, resolved: an opt level's defaults, the caller's overrides, and every check on them.
 
 `resolve` is the one place that decides whether settings make sense together. What it returns is frozen and printable;
-nothing has been touched when it raises.
+nothing has been changed when it raises.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Plan:
 
     @functools.cached_property
     def has_narrow_results(self) -> bool:
-        """Whether calls are cast inside the models alone, where softmax, norms and pow hand on the precision of their input."""
+        """Whether calls are cast inside the models alone, where softmax, norms and pow return the precision of their input."""
         return self.casts_calls and not self.patch_torch_functions
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Plan:
 
     @functools.cached_property
     def steps_in_one_pass(self) -> bool:
-        """Whether torch's optimizers update float32 weights in one pass, which a device can skip without a word to the host."""
+        """Whether torch's optimizers update float32 weights in one pass, which a device can skip without a wait of the host."""
         return self.casts_calls and not self.casts_weights and self.one_pass_step
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return ", ".join(words)
 
     def changes_of(self, defaults: Plan) -> str:
-        """The settings that differ from ``defaults``, as one would write them to `initialize`."""
+        """The settings that differ from ``defaults``, written as arguments of `initialize`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: value for name, value in values.items() if value != getattr(defaults, name)}
         return ", ".join(f"{name}={_as_written(value)}" for name, value in changed.items())
@@ -126,7 +126,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def _as_written(value: Any) -> str:
-    """A setting on one line: a module by its class, since its own words take many."""
+    """A setting on one line; a module by its class, since its repr takes many lines."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_as_written, value))}]"
     if isinstance(value, torch.nn.Module):
@@ -135,13 +135,13 @@ def _as_written(value: Any) -> str:
 
 
 class OptLevel(NamedTuple):
-    """One row of the table of opt levels: what differs from the defaults of `Plan`."""
+    """A row of the table of opt levels: the settings that differ from the defaults of `Plan`."""
 
     brief: str
     settings: dict[str, Any]
 
 
-#: Stands in the table for the lower precision of the device at hand.
+#: A placeholder in the table for the default lower precision of the device type.
 LOWER = object()
 
 _SCALED = dict(loss_scale=DynamicLossScale())
@@ -174,11 +174,11 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
     would be accepted, for settings that are wrong or that contradict their level.
     """
     plan = defaults_of(opt_level, device_type)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    unknown = given.keys() - SETTINGS.keys()
+    values = {name: value for name, value in overrides.items() if value is not None}
+    unknown = values.keys() - SETTINGS.keys()
     if unknown:
         raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {list(SETTINGS)}.")
-    checked = {name: _checked(name, value, opt_level) for name, value in given.items()}
+    checked = {name: _checked(name, value, opt_level) for name, value in values.items()}
     plan = replace(plan, **checked)
     plan = replace(plan, policy=plan.policy.for_device(device_type))
     if plan.max_loss_scale < plan.min_loss_scale:
@@ -219,7 +219,7 @@ def default_lower_precision(device_type: str) -> torch.dtype:
 
 
 class _Setting(NamedTuple):
-    """One setting: ``take`` gives what stands in the plan for an accepted value, and `_REFUSED` for any other."""
+    """A setting: ``take`` returns the plan's value for an accepted value, and `_REFUSED` for any other."""
 
     take: Callable[[Any], Any]
     expected: str = ""
@@ -238,7 +238,7 @@ _REFUSED = object()
 
 
 def _expect(accepts: Callable[[Any], bool], expected: str, advice: str = "") -> _Setting:
-    """A setting whose accepted values stand in the plan as they are."""
+    """A setting whose accepted values go into the plan unchanged."""
     return _Setting(lambda value: value if accepts(value) else _REFUSED, expected, advice)
 
 
@@ -349,12 +349,12 @@ _AT_LEVELS = {
 
 
 def _checked(name: str, value: Any, level: str) -> Any:
-    """The value in the plan for one of the caller's."""
+    """Return the plan's value for the caller's, or raise `ConfigurationError`."""
     setting = SETTINGS[name]
     taken, expected, advice = setting.take(value), setting.expected, setting.advice
     for row in _AT_LEVELS.get(name, ()):
         if level in row.levels and taken is not None and taken is not _REFUSED:
-            if taken in [one for one in row.accepted if type(one) is type(taken)]:
+            if taken in [x for x in row.accepted if type(x) is type(taken)]:
                 return None if None in row.accepted else taken
             expected, advice = f"{_any_of(row.accepted)} at {level}", row.advice.format(level=level)
             taken = _REFUSED
@@ -366,6 +366,6 @@ def _checked(name: str, value: Any, level: str) -> Any:
 
 
 def _any_of(accepted: tuple[Any, ...]) -> str:
-    """``a``, ``a or b``, ``a, b or c``."""
-    *others, last = (repr(one) if isinstance(one, str) else str(one) for one in accepted)
-    return f"{', '.join(others)} or {last}" if others else last
+    """The accepted values in words: ``a``, ``a or b``, ``a, b or c``."""
+    *before_last, last = (repr(value) if isinstance(value, str) else str(value) for value in accepted)
+    return f"{', '.join(before_last)} or {last}" if before_last else last

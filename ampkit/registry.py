@@ -1,7 +1,7 @@
-"""What is initialized in this process: its sessions, optimizers and models. Who is asked for one of them asks here.
+"""The registry of what is initialized in this process: sessions, optimizers and models.
 
-`live_sessions` are those that are neither closed nor without models and optimizers, oldest first. `wrappers` are what they have
-put on their optimizers, as long as these live, and `watchers` the session of each initialized model, which hears of its calls.
+`live_sessions` are neither closed nor without models and optimizers, oldest first. `wrappers` returns the wrappers of their
+optimizers, as long as these live. `watchers` maps each initialized model to its session, which is called before its forwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
 live_sessions: list[Any] = []
 watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _wrappers: list[weakref.ref[Any]] = []
-#: How many modules have become a part of another in this process: what was found in a model stays true while this does.
+#: The number of modules registered in another in this process: what was read from a model holds while it stays the same.
 additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
 
 
-# What frameworks put around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
+# Wrappers of frameworks around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
 _AROUND_OPTIMIZERS = {
     "accelerate.optimizer": "optimizer",
     "lightning.pytorch.core.optimizer": "_optimizer",
@@ -32,7 +32,7 @@ _AROUND_OPTIMIZERS = {
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what Accelerate or Lightning has put around it; any other as it is."""
+    """The optimizer inside of Accelerate's or Lightning's wrapper; any other unchanged."""
     attribute = _AROUND_OPTIMIZERS.get(type(optimizer).__module__)
     inner = None if attribute is None else vars(optimizer).get(attribute)
     return optimizer if inner is None else unwrapped(inner)
@@ -43,7 +43,7 @@ def wrapper_of(optimizer: Any) -> Any:
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
     if wrapper is not None and wrapper.optimizer() is optimizer:
         return wrapper
-    inner = unwrapped(optimizer)  # Lightning's has a copy of its attributes; other copies share everything, too
+    inner = unwrapped(optimizer)  # Lightning's wrapper has a copy of its attributes, and so have other copies
     return None if inner is optimizer else wrapper_of(inner)
 
 
@@ -53,7 +53,7 @@ def wrappers() -> list[Any]:
 
 
 def add_wrapper(wrapper: Any) -> None:
-    """Count an optimizer's wrapper among `wrappers`, while it lives."""
+    """Add an optimizer's wrapper to `wrappers`, for as long as it lives."""
     _wrappers.append(weakref.ref(wrapper, _wrappers.remove))
 
 

@@ -1,7 +1,7 @@
 """A session: everything that one ``initialize`` did, and its undo.
 
 `Session.prepare` casts the models, gives the optimizers methods, and patches torch, in that order; `Session.close`
-takes it all back in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
+undoes it all in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
 closes itself. `LossScaling` holds the part of it that runs in every iteration.
 """
 
@@ -58,13 +58,13 @@ def _one_at_a_time() -> Iterator[None]:
         with patching.changing, out_of_modes():
             yield
     finally:
-        switch_off_left_on()  # what another thread could not give back meanwhile
+        switch_off_left_on()  # undoes what another thread could not undo meanwhile
 
 
 class Session:
-    """One ``initialize`` call, alive until `close` or until its models and optimizers are gone.
+    """The changes of one ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
-    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions have
+    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions
     noted of the same models. The processes of ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
     """
 
@@ -86,7 +86,7 @@ class Session:
         if not self.is_live:
             return f"<Session {self.plan.opt_level}: closed>"
         owned = ((len(self.models), "model"), (len(self.optimizers), "optimizer"))
-        return f"<Session {self.plan.opt_level}: {', '.join(f'{n} {what}' + 's' * (n != 1) for n, what in owned)}>"
+        return f"<Session {self.plan.opt_level}: {', '.join(f'{n} {noun}' + 's' * (n != 1) for n, noun in owned)}>"
 
     def __str__(self) -> str:
         """The table of `ampkit.explain`, asked of the package: no room of the core imports insight/."""
@@ -113,7 +113,7 @@ class Session:
         return self in live_sessions
 
     def owns(self, thing: Any) -> bool:
-        """Whether this model or optimizer was given to it."""
+        """Whether this model or optimizer belongs to the session."""
         return any(ref() is thing for ref in (*self._optimizers, *self._models))
 
     def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -129,7 +129,7 @@ class Session:
 
     @_one_at_a_time()
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Touch models, optimizers and torch as the plan says. Whatever fails, nothing stays half-changed."""
+        """Change models, optimizers and torch as the plan says. Where a change fails, all are undone."""
         live_sessions.append(self)
         self._undo.callback(live_sessions.remove, self)
         try:
@@ -165,7 +165,7 @@ class Session:
         forget_traces()
         weights_by_address.clear()
         casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
-        for state, cast in casts:  # all memory is there
+        for state, cast in casts:  # all memory is allocated by now
             state.update(cast)
         originals.clear()  # last of all: what failed before could still be undone exactly
 
@@ -188,7 +188,7 @@ class Session:
 
     @_one_at_a_time()
     def close(self) -> None:
-        """Give torch, the models and the optimizers back as they were.
+        """Undo every change to torch, the models and the optimizers.
 
         Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
         the second time.
@@ -202,11 +202,11 @@ class Session:
             self._optimizers.clear()
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
-        """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
+        """Register ``undo(*args)`` to run when the session closes, before the changes of `prepare` are undone."""
         self._undo.callback(undo, *args)
 
     def train(self, params: Sequence[torch.Tensor]) -> None:
-        """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
+        """Prepare parameters of an optimizer: those in lower precision train in float32 from now on; gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION and value_of(param) is None]
         if not self.plan.stores_weights and any(value_of(param) is not None for param in params):
             raise ConfigurationError(
@@ -230,7 +230,7 @@ class Session:
                 copies.hand_out_plain_state(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
         for wrapper in wrappers:
-            if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ours have float32 moments
+            if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments
                 self.scaling.advice.before_training(wrapper.optimizer(), self.plan.opt_level)
         unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
@@ -245,7 +245,7 @@ class Session:
         before = casting = active_casting()
         refuse_second_lower_precision(plan)
         scope = plan.scope if plan.patch_torch_functions else "forward"
-        leads = plan.patch_torch_functions and not any(one.plan.patch_torch_functions for one in _sessions_of(before))
+        leads = plan.patch_torch_functions and not any(s.plan.patch_torch_functions for s in _sessions_of(before))
         if casting is None or (leads and casting.lower_precision is not plan.lower_precision):
             casting = Casting(plan.lower_precision, policy=plan.policy, verbosity=plan.verbosity, scope=scope)
         elif leads:
@@ -262,12 +262,12 @@ class Session:
         casting.switch_on_here()
 
     def stop_casting(self) -> None:
-        """End O1's casts for this session, and with the last session that has them, for torch. The rest of it goes on."""
+        """End the casts of calls for this session. The last such session also restores torch's functions. Loss scaling goes on."""
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if others := _sessions_of(casting):
-            if not any(session.plan.patch_torch_functions for session in others):
+        if sessions := _sessions_of(casting):
+            if not any(session.plan.patch_torch_functions for session in sessions):
                 casting.end_scope_of_process()
             self._restart_device_types()
         else:
@@ -275,11 +275,11 @@ class Session:
 
     @staticmethod
     def _restart_device_types() -> None:
-        """Have the engine cast where the models of its sessions live, and there only; it hears whether results are narrow."""
+        """Set the engine's device types to those of its sessions' models, and whether any of these have narrow results."""
         casting = active_casting()
         sessions = _sessions_of(casting)
-        here = device_types([model for session in sessions for model in session.models])
-        casting.cast_on(here, stores=any(session.plan.has_narrow_results for session in sessions))
+        model_types = device_types([model for session in sessions for model in session.models])
+        casting.cast_on(model_types, stores=any(session.plan.has_narrow_results for session in sessions))
 
     # The iteration
 
@@ -291,7 +291,7 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> Block:
-        """See `ampkit.scale_loss`. Among ``wrappers`` may be those of other sessions: ``scaler`` is the one for all of them."""
+        """Return the block of `ampkit.scale_loss`. ``wrappers`` may belong to several sessions, which then share ``scaler``."""
         if listeners and (stand_in := tell("block_begins", loss, scaler)) is not None:
             return stand_in
         for wrapper in wrappers:
@@ -307,14 +307,14 @@ class Session:
         return Block(self.scaling, loss, wrappers, scaler, delay_unscale, delay_overflow_check)
 
     def is_unreduced(self) -> bool:
-        """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
+        """Whether FSDP2 has not reduced the gradients of the last backward pass."""
         return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
 
     def gathered_params(self) -> set[int]:
-        """The ids of what FSDP2 has put in the places of sharded parameters: it reduces their gradients itself."""
+        """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""
         if not self._sharded_at_first:
             return set()
-        return {id(param) for model in self.models for one in fsdp_modules(model) for param in unsharded_params(one)}
+        return {id(param) for model in self.models for m in fsdp_modules(model) for param in unsharded_params(m)}
 
     # What wrappers and models ask of their session
 
@@ -333,7 +333,7 @@ class Session:
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         weights_by_address.clear()
         if casting is not None:
-            # One parameter tells whether the model has moved; what is noted of it is found sooner than the first of the model.
+            # One parameter tells whether the model has moved; the noted one is found sooner than the model's first.
             first = left_as[0].param() if left_as else next(model.parameters(), None)
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
@@ -342,7 +342,7 @@ class Session:
         self.scaling.note_forward()
 
     def before_compiled_forward(self, model: nn.Module) -> None:
-        """dynamo does not trace a model while the gradient of a weight has another dtype than the weight."""
+        """Prepare a compiled forward: dynamo does not trace a model where a weight's gradient has another dtype than the weight."""
         self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
@@ -376,11 +376,9 @@ class Session:
 
 @functools.cache  # once in a process
 def _tell_of_missing_libraries() -> None:
-    """pip hides what an install could not compile. A library that is there and broken was told of at import."""
+    """Log which compiled libraries are missing, since pip hides it. The import has warned of broken ones."""
     libraries = {"compiled kernels": implementation(), "O1's wrappers in C++": dispatch()}
-    missing = [
-        what for what, one in libraries.items() if one.name in ("reference", "Python") and one.why != SWITCHED_OFF
-    ]
+    missing = [name for name, x in libraries.items() if x.name in ("reference", "Python") and x.why != SWITCHED_OFF]
     if missing:
         logger.info(
             "The %s are missing: every feature works, slower. '%s' builds them; 'ampkit info' says more.",
@@ -400,7 +398,7 @@ def _parts(models: Sequence[nn.Module]) -> set[Any]:
 
 
 def collect_orphans(closing: Sequence[Session]) -> None:
-    """Have sessions of what only reference cycles keep alive close; those in ``closing`` are no reason to collect."""
+    """Collect garbage, so that sessions close whose models only reference cycles keep alive. Those in ``closing`` do not count."""
     if any(session not in closing for session in live_sessions):
         gc.collect()
 
@@ -408,11 +406,11 @@ def collect_orphans(closing: Sequence[Session]) -> None:
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
     """Refuse other tables, and at O1 another precision, than those of live sessions that are not in ``closing``."""
     casting = active_casting()
-    others = [session for session in _sessions_of(casting) if session not in closing]
-    if not others or not plan.casts_calls:
+    sessions = [session for session in _sessions_of(casting) if session not in closing]
+    if not sessions or not plan.casts_calls:
         return
     settings = [("policy", plan.policy, casting.policy)]
-    if plan.patch_torch_functions and any(session.plan.patch_torch_functions for session in others):
+    if plan.patch_torch_functions and any(session.plan.patch_torch_functions for session in sessions):
         settings.append(("patch_torch_functions_type", plan.patch_torch_functions_type, casting.lower_precision))
         settings.append(("scope", plan.scope, casting.scope))
     for name, wanted, active in settings:

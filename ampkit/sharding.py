@@ -1,7 +1,7 @@
-"""Parameters that lie on several processes (DTensors), and what is true of all of their processes together.
+"""Parameters that lie on several processes (DTensors), and values that are combined over these processes.
 
-The kernels see the part that lies here (`local`). What was found out about it is combined over the processes (`highest`, `norm`).
-The rest is what must be known of FSDP2: which modules it shards, in what precision it gathers them, and whether the
+The kernels work on the local part (`local`). Results are combined over the processes (`highest`, `norm_over_processes`).
+The other functions read the state of FSDP2: which modules it shards, in which precision it gathers them, and whether the
 gradients of the last backward pass were reduced. Nothing of torch.distributed is imported before a script does.
 """
 
@@ -18,7 +18,7 @@ from .errors import ConfigurationError
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. Asked for every list of tensors: by an attribute, so that nothing has to be imported or traced."""
+    """Whether a tensor is a DTensor. It checks an attribute, so that nothing has to be imported or traced."""
     return hasattr(type(tensor), "device_mesh")
 
 
@@ -50,40 +50,40 @@ def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def highest(value: Tensor, groups: Iterable[Any]) -> None:
-    """``value`` becomes the highest that any process of these groups has. All of them must call it."""
+    """Set ``value``, in place, to its maximum over the processes of these groups. All of them must call it."""
     for group in groups:
         torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
 
 
 def by_placement(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
-    """These tensors' local parts, with the process groups that each list of them is parted over; plain ones over none."""
-    found: dict[Any, tuple[list[Tensor], list[Any]]] = {}
+    """The local parts of tensors in lists, each with the process groups that it is sharded over; none for plain tensors."""
+    by_layout: dict[Any, tuple[list[Tensor], list[Any]]] = {}
     for tensor in tensors:
         key: Any = None
         if is_sharded(tensor):
             key = (tensor.device_mesh, tuple(tensor.placements))
-        if key not in found:
+        if key not in by_layout:
             # Not is_shard(): FSDP2 over tensor parallelism parts a tensor in stripes, which torch counts as another placement.
             shards = [dim for dim, placement in enumerate(key[1]) if not placement.is_replicate()] if key else []
-            found[key] = ([], [key[0].get_group(dim) for dim in shards])
-        found[key][0].append(local(tensor))
-    return list(found.values())
+            by_layout[key] = ([], [key[0].get_group(dim) for dim in shards])
+        by_layout[key][0].append(local(tensor))
+    return list(by_layout.values())
 
 
 def total_over(groups: Iterable[Any], value: Tensor) -> Tensor:
-    """The sum of ``value`` over the processes of these groups."""
+    """Sum ``value`` over the processes of these groups, in place, and return it."""
     for group in groups:
         torch.distributed.all_reduce(value, group=group)
     return value
 
 
 def norm_over_processes(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of this order of all elements of all of these tensors, on all processes that hold a part of one."""
+    """The norm of order ``norm_type`` of all elements of all these tensors, on all processes that hold a part of them."""
     norms = []
     for parts, groups in by_placement(tensors):
-        own = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
-        nothing = torch.zeros((), dtype=torch.float64, device=parts[0].device)
-        norm = torch.linalg.vector_norm(torch.stack(own or [nothing]), norm_type)
+        local_norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
+        zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+        norm = torch.linalg.vector_norm(torch.stack(local_norms or [zero]), norm_type)
         if norm_type == float("inf"):
             highest(norm, groups)
         else:
@@ -96,9 +96,9 @@ def norm_over_processes(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 class Gathered(NamedTuple):
-    """A parameter that FSDP2 shards, and the precision that it is gathered and computed with in; None is its own.
+    """A parameter that FSDP2 shards, and the precision that it is gathered and computed with in; None for its own dtype.
 
-    ``whole`` is what a forward pass computes with; None before the first.
+    ``whole`` is the parameter that a forward pass computes with; None before the first.
     """
 
     name: str
@@ -120,31 +120,31 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def gathered(model: nn.Module) -> Iterator[Gathered]:
-    """Every parameter that FSDP2 shards."""
+    """Yield every parameter that FSDP2 shards."""
     names = {module: name for name, module in model.named_modules()}
     for group in _param_groups(model):
-        for one in _read(group, "fsdp_params"):
-            dtype = _read(_read(one, "mp_policy"), "param_dtype")
-            info = _read(one, "_module_info")
+        for fsdp_param in _read(group, "fsdp_params"):
+            dtype = _read(_read(fsdp_param, "mp_policy"), "param_dtype")
+            info = _read(fsdp_param, "_module_info")
             name = ".".join(filter(None, (names.get(_read(info, "module")), _read(info, "param_name"))))
-            yield Gathered(name, _read(one, "sharded_param"), dtype, _read(one, "_unsharded_param", None))
+            yield Gathered(name, _read(fsdp_param, "sharded_param"), dtype, _read(fsdp_param, "_unsharded_param", None))
 
 
 def unsharded_params(module: nn.Module) -> list[nn.Parameter]:
-    """What the forward of an FSDP2 module computes with, in the places of its own group's sharded parameters."""
+    """The parameters that the forward of an FSDP2 module computes with, in place of its own group's sharded ones."""
     groups = _groups_of(_read(module, "_get_fsdp_state")())
-    found = [_read(one, "_unsharded_param", None) for group in groups for one in _read(group, "fsdp_params")]
-    return [param for param in found if param is not None]
+    params = [_read(p, "_unsharded_param", None) for group in groups for p in _read(group, "fsdp_params")]
+    return [param for param in params if param is not None]
 
 
 def has_run(model: nn.Module) -> bool:
     """Whether a forward pass has settled the dtypes that FSDP2 gathers and reduces in."""
-    nothing = object()
-    return any(_read(group, "_reduce_dtype", nothing) is not nothing for group in _param_groups(model))
+    unset = object()
+    return any(_read(group, "_reduce_dtype", unset) is not unset for group in _param_groups(model))
 
 
 def is_unreduced(model: nn.Module) -> bool:
-    """Whether FSDP2 keeps the gradients of a backward pass to itself (``set_requires_gradient_sync(False)``)."""
+    """Whether FSDP2 does not reduce the gradients of a backward pass (``set_requires_gradient_sync(False)``)."""
     return any(
         not (_read(group, "reduce_grads") and _read(group, "all_reduce_grads")) for group in _param_groups(model)
     )
@@ -156,7 +156,7 @@ def _param_groups(model: nn.Module) -> list[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """The groups of one ``fully_shard``: one, or one for each mesh that its parameters lie on, in a torch that allows several."""
+    """The parameter groups of one ``fully_shard``: a single group, or one for each mesh, in a torch that allows several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = _read(state, "_fsdp_param_group")
@@ -164,7 +164,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _read(thing: Any, name: str, *unset: Any) -> Any:
-    """An attribute that FSDP2 keeps to itself; ``unset``, if given, where it is declared and has no value yet.
+    """Read a private attribute of FSDP2; return ``unset``, if given, where it is declared and has no value yet.
 
     Raises `ConfigurationError` where this torch has no such attribute: going on would be guessing.
     """
@@ -180,7 +180,7 @@ def _read(thing: Any, name: str, *unset: Any) -> Any:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise for what FullyShardedDataParallel (FSDP1) has wrapped."""
+    """Raise `ConfigurationError` for a model that FullyShardedDataParallel (FSDP1) has wrapped."""
     if any(getattr(param, "_fsdp_flattened", False) for param in model.parameters()):
         raise ConfigurationError(
             f"The {type(model).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which torch deprecates and ampkit "

@@ -1,4 +1,4 @@
-"""Checks on the models and optimizers of ``initialize``, before anything is touched."""
+"""Checks on the models and optimizers of ``initialize``, before anything is changed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _ORDER_OF_SHARDING = (
 
 
 def flatten(value: Any) -> list[Any]:
-    """One thing, a list, a tuple or None, as a list."""
+    """Return a list: the items of a list or tuple, none for None, and anything else as its only item."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def uncompiled(model: Any) -> Any:
-    """The model inside of what ``torch.compile`` returned; anything else as it is."""
+    """The model that ``torch.compile`` has wrapped; anything else unchanged."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     while isinstance(model, compiled):
         model = model._orig_mod
@@ -48,14 +48,14 @@ def uncompiled(model: Any) -> Any:
 
 
 def models(value: Any) -> list[nn.Module]:
-    """The models as a list. TypeError or `ConfigurationError` for anything that is not a bare, loaded module, once each."""
-    found = [uncompiled(model) for model in flatten(value)]
-    if not found:
+    """Return the models as a list. Raise TypeError or `ConfigurationError` for anything but bare, loaded modules, once each."""
+    modules = [uncompiled(model) for model in flatten(value)]
+    if not modules:
         raise TypeError(
             "initialize() expects a model or a list or tuple of models, found none. For a part of a script that has no model use "
             "torch.autocast."
         )
-    for model in found:
+    for model in modules:
         if not isinstance(model, nn.Module):
             raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}. {_CALL}")
         for name, module in model.named_modules():
@@ -64,14 +64,14 @@ def models(value: Any) -> list[nn.Module]:
                     f"The {f'module {name!r} of the model' if name else 'model'} is wrapped in {type(module).__name__}. Call "
                     "initialize() on the bare model, before wrapping, and wrap what it returns."
                 )
-    _refuse_repeats(found, "model")
-    return found
+    _refuse_repeats(modules, "model")
+    return modules
 
 
 def optimizers(value: Any) -> list[Any]:
-    """The optimizers as a list: anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``, once each."""
-    found = list(map(unwrapped, flatten(value)))
-    for optimizer in found:
+    """Return the optimizers as a list: objects with ``param_groups``, ``state``, ``step`` and ``zero_grad``, once each."""
+    optimizer_list = list(map(unwrapped, flatten(value)))
+    for optimizer in optimizer_list:
         missing = [name for name in _OPTIMIZER_ATTRIBUTES if not hasattr(optimizer, name)]
         if missing:
             raise TypeError(
@@ -83,12 +83,12 @@ def optimizers(value: Any) -> list[Any]:
                 f"{_describe(optimizer)} with step_in_backward=True steps before a session could look at the gradients. Leave one "
                 "of the two out: it trains a model in lower precision by itself."
             )
-    _refuse_repeats(found, "optimizer")
-    return found
+    _refuse_repeats(optimizer_list, "optimizer")
+    return optimizer_list
 
 
 def optimizer(thing: Any, function: str) -> Any:
-    """The one optimizer that ``function`` was given, without what frameworks put around it. TypeError for anything else."""
+    """Return the optimizer that ``function`` was given, without wrappers of frameworks. Raise TypeError for anything else."""
     inner = unwrapped(thing)
     if not hasattr(inner, "param_groups"):
         raise TypeError(
@@ -101,15 +101,15 @@ def optimizer(thing: Any, function: str) -> Any:
 def not_initialized(optimizer: Any) -> NotInitializedError:
     """The error for an optimizer that no live session owns."""
     if not hasattr(optimizer, "param_groups"):
-        found = f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: with "
+        fault = f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: with "
         advice = "ampkit.scale_loss(loss, optimizer) as scaled_loss."
     elif not live_sessions:
-        found = "scale_loss was used before initialize, or after close. Call "
+        fault = "scale_loss was used before initialize, or after close. Call "
         advice = "model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) first."
     else:
-        found = f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
+        fault = f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
         advice = "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
-    return NotInitializedError(found + advice)
+    return NotInitializedError(fault + advice)
 
 
 def check(
@@ -119,7 +119,7 @@ def check(
     recast: set[torch.Tensor],
     process_group: Any,
 ) -> None:
-    """Refuse models and optimizers that do not go with the plan. ``recast`` are tensors that a live session will give back."""
+    """Refuse models and optimizers that do not fit the plan. ``recast`` are tensors whose dtype a live session will restore."""
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"initialize() expects process_group= as a torch.distributed.ProcessGroup, found {_describe(process_group)}. Pass "
@@ -177,31 +177,31 @@ def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> Non
 def _warn_of_strangers(known: set[torch.Tensor], updated: set[torch.Tensor], plan: Plan) -> None:
     """Refuse optimizers that, taken together, update a copy of the models, and warn of those that train none of their parameters.
 
-    Scripts of Apex's are warned of both. A tensor that is no Parameter, such as a picture, may be trained through a model.
+    With Apex's policy both are warnings. A tensor that is no Parameter, such as a picture, may be trained through a model.
     """
     trainable = {param for param in known if param.requires_grad}
     is_right = not updated or not trainable or not trainable.isdisjoint(updated)
     if is_right or not all(isinstance(param, nn.Parameter) for param in updated):
         return
     is_copy = sorted(param.shape for param in updated) == sorted(param.shape for param in known)
-    found = (
+    message = (
         "The optimizer given to initialize() updates none of the trainable parameters of the model, which will not learn"
         f"{', but those of another one with the same shapes' if is_copy else ''}. Build it over this very model, after its last "
         "change: torch.optim.Adam(model.parameters())."
     )
     if is_copy and plan.policy.base != "apex":
-        raise ConfigurationError(found)
-    logger.warning(found)
+        raise ConfigurationError(message)
+    logger.warning(message)
 
 
 def _refuse_sharded(choice: Kept, known: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
+    """Refuse parameters that FSDP2 gathers in another dtype than the level computes in, and optimizers over other parameters."""
     model = choice.model
     refuse_fsdp1(model)
     shards = list(gathered(model))
     by_fsdp = {id(shard.param) for shard in shards}
     for name, param in model.named_parameters() if plan.casts_weights else ():
-        if is_sharded(param) and id(param) not in by_fsdp:  # its rest would have to lie so, too
+        if is_sharded(param) and id(param) not in by_fsdp:  # its rest would have to be sharded, too
             raise ConfigurationError(
                 f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and "
                 f"{plan.opt_level} casts whole weights. Use O1 or O4, which cast calls, or shard with "
@@ -228,7 +228,7 @@ def _refuse_sharded(choice: Kept, known: set[torch.Tensor], optimizer_list: list
 
 
 def sharded_after_initialize(module: nn.Module) -> ConfigurationError:
-    """The error for a module of an initialized model that is sharded."""
+    """The error for a module of an initialized model that was sharded too late."""
     return ConfigurationError(
         f"fully_shard was called on a {type(module).__name__} after initialize(). It puts other Parameters in the model, and the "
         f"optimizer would go on with those that were there before. {_ORDER_OF_SHARDING}"
@@ -252,19 +252,19 @@ def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.M
 
 
 def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
-    """Advice on the ``fully_shard`` that was called."""
-    found = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
+    """The error message for a ``fully_shard`` in another dtype, with advice."""
+    clash = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
     if not plan.casts_weights:
-        return f"{found} and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
+        return f"{clash} and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
     why = " (norms need groups of their own)" if is_kept else ""
     return (
-        f"{found}{why}. A policy cannot be changed after sharding. Shard with "
+        f"{clash}{why}. A policy cannot be changed after sharding. Shard with "
         f"ampkit.parallel.fully_shard(module, opt_level={plan.opt_level!r}), block by block and then the model."
     )
 
 
 def _refuse_scripted(model_list: list[nn.Module], plan: Plan) -> None:
-    """Refuse models that are TorchScript where something would have to be put around their forward."""
+    """Refuse TorchScript models where their forward would have to be wrapped."""
     only_calls = plan.patch_torch_functions and plan.scope == "process" and not plan.cast_model_outputs
     if not only_calls and any(isinstance(model, torch.jit.ScriptModule) for model in model_list):
         raise ConfigurationError(
@@ -274,16 +274,16 @@ def _refuse_scripted(model_list: list[nn.Module], plan: Plan) -> None:
 
 
 def _refuse_kept_modules(kept: list[Kept], plan: Plan) -> None:
-    """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what has no forward in Python."""
-    unmatched = [item for item in plan.keep_fp32 if all(item in one.unmatched for one in kept)]
+    """Refuse items of ``keep_fp32=`` that match nothing in any model, or match TorchScript modules."""
+    unmatched = [item for item in plan.keep_fp32 if all(item in choice.unmatched for choice in kept)]
     if unmatched:
         shown = ", ".join(_describe(item) if isinstance(item, nn.Module) else repr(item) for item in unmatched)
         raise ConfigurationError(
             f"keep_fp32: {shown} matches no module and no parameter. Give modules of the model, module types (without quotes), or "
             "name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
         )
-    every = [(module, name) for one in kept for module, name in one.named.items()]
-    names = [name for module, name in every if isinstance(module, torch.jit.ScriptModule)]
+    named = [(module, name) for choice in kept for module, name in choice.named.items()]
+    names = [name for module, name in named if isinstance(module, torch.jit.ScriptModule)]
     if names:
         raise ConfigurationError(
             f"keep_fp32 names TorchScript modules ({', '.join(names)}). Name the module that calls them, or give initialize() the "
@@ -327,9 +327,9 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
         is_touched = lowers_all or param in trained
         if is_touched and (is_narrow or (plan.casts_weights and is_of_wrapper_class(param))):
-            found = param.dtype if is_narrow else f"a {type(param).__name__}, which stores its values in its own way"
+            kind = param.dtype if is_narrow else f"a {type(param).__name__}, which stores its values in its own way"
             raise ConfigurationError(
-                f"Parameter {name!r} is {found}: initialize() expects floating-point weights, and cannot train quantised ones. "
+                f"Parameter {name!r} is {kind}: initialize() expects floating-point weights, and cannot train quantised ones. "
                 "Leave it out of the optimizer: every level but O3 then leaves such weights as they are. Or load the model without "
                 "quantisation, or make it a buffer (register_buffer) if it is no weight."
             )
@@ -341,14 +341,14 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
 
 
 def is_of_wrapper_class(param: torch.Tensor) -> bool:
-    """Whether other tensors hold the values, as torchao's do. Not a DTensor, nor a fake tensor."""
+    """Whether the parameter's class keeps its values in other tensors, as torchao's do; not a DTensor, nor a fake tensor."""
     handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
 
 
-def _refuse_repeats(found: list[Any], kind: str) -> None:
-    for index, thing in enumerate(found):
-        if any(thing is other for other in found[:index]):
+def _refuse_repeats(things: list[Any], kind: str) -> None:
+    for index, thing in enumerate(things):
+        if any(thing is other for other in things[:index]):
             raise ConfigurationError(
                 f"The same {kind} ({type(thing).__name__}) was passed twice to initialize(), as number {index} again. Pass it once."
             )

@@ -1,4 +1,4 @@
-"""The casts of weights that are kept: a weight is cast once in a call of an initialized model, and a stale cast is never used.
+"""The cast cache: a weight is cast once in a call of an initialized model, and a stale cast is never used.
 
 The engine owns one store per target dtype, ampkit._casting.CastStore; csrc/casting/cast_store.h says how long a cast lives. Without
 that library there is no store, and a weight is cast at every use.
@@ -24,9 +24,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CastCaches:
-    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for; none where that is None."""
+    """The stores of one engine, one for each dtype, made by ``make_store`` at its first use; none where that is None."""
 
-    #: How many dispatch modes only watch: a cast that they do not see being made is nothing that they miss.
+    #: How many dispatch modes only watch: these need not see that a cast is made.
     watchers = 0
 
     def __init__(self, make_store: Any | None) -> None:
@@ -68,18 +68,18 @@ class CastCaches:
             store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
 
     def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
-        """A call of an initialized model or of a method of it, in a region: casts of weights live to the end of the outermost."""
+        """A context for a call of an initialized model or its method, in a region: casts live to the end of the outermost call."""
         region = region or nullcontext()
         return region if self._make_store is None else Call(self, region)
 
     def end(self, number: int) -> None:
-        """The call, or `keep`, with this number has ended."""
+        """End the call, or `keep`, with this number."""
         for store in self._stores:
             store.end(number)
 
     @contextlib.contextmanager
     def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
-        """Casts of these weights that this thread makes live on inside. The script promises no writes that torch does not count."""
+        """Keep casts of these weights that this thread makes inside. The script promises no writes that torch does not count."""
         if self._make_store is None:
             yield
             return
@@ -100,7 +100,7 @@ class CastCaches:
         self._tell_stores()
 
     def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
-        """Have casts of these weights live to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
+        """Keep casts of these weights to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
         for store in self._stores:
             store.keep_to_step(weights)
 
@@ -119,19 +119,19 @@ class CastCaches:
         return {weight: cast for store in self._stores for weight, cast in store.pairs()}
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the casts of what lies in a tensor's memory, and of all activations, before a write that torch does not count."""
+        """Forget the casts of weights in a tensor's memory, and of all activations, before a write that torch does not count."""
         for store in self._stores:
             store.forget(tensor)
 
     def bypass(self, more: int = 1) -> None:
-        """Have weights be cast at every use from now on, or with -1 take that back."""
+        """Cast weights at every use from now on, or undo that with -1."""
         with self._lock:
             self._bypasses += more
             self._tell_stores()
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Weights are cast at every use: what is recorded inside has to contain their casts."""
+        """Cast weights at every use inside: a graph that is recorded there has to contain their casts."""
         self.bypass()
         try:
             yield
@@ -139,7 +139,7 @@ class CastCaches:
             self.bypass(-1)
 
     def renew_lock(self) -> None:
-        """For a forked child too: a thread of the parent may have held the lock."""
+        """Make the lock, in a forked child once more: a thread of the parent may have held it."""
         self._lock = threading.RLock()  # reentrant: garbage that is collected under it may come here again
 
 
@@ -154,7 +154,7 @@ class _Kept(threading.local):
 
 
 class Call:
-    """See `CastCaches.call`: a context manager."""
+    """The context manager of `CastCaches.call`."""
 
     __slots__ = ("_caches", "_number", "_region", "_set")
 
@@ -162,7 +162,7 @@ class Call:
         self._caches = caches
         self._set = caches._make_store.set_call
         self._region = region
-        self._number = 0  # also inside of another call of its thread
+        self._number = 0  # stays 0 inside of another call of its thread
 
     def __enter__(self) -> None:
         self._number = next(_numbers)

@@ -1,8 +1,8 @@
-"""Wrappers in C++, where the library is loaded: what `wrappers.wrap` puts around a wrapper in Python.
+"""Wrappers in C++, where the library is loaded: `wrappers.wrap` puts them around wrappers in Python.
 
 A ``Call`` of ampkit._casting stands for one name of torch. It handles common arguments, and hands everything else to the
 Python wrapper underneath it, which torch.compile traces in its place. It is made once in a process and lent to one
-engine after the other: what dynamo was told about a function, it cannot be told to forget.
+engine after the other, since dynamo cannot forget what it was told about a function.
 
 Note [three shapes]
     A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
@@ -45,7 +45,7 @@ class CppWrappers:
         store: Any = None,
         cast_weight: Callable[[Tensor], Tensor] | None = None,
     ) -> Callable:
-        """The function to stand at ``owner.name``: ``wrapper`` itself, where C++ has no shape for it.
+        """Return the function to patch ``owner.name`` with: ``wrapper`` itself, where C++ has no shape for it.
 
         Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
         """
@@ -61,7 +61,7 @@ class CppWrappers:
         return _written_in_python(place.function, wrapper) if in_python else place.function
 
     def close(self) -> None:
-        """Have these wrappers call torch's functions from now on, wherever a script has kept one."""
+        """Make these wrappers call torch's functions from now on, wherever a script has kept one."""
         while self._bound:
             place, original = self._bound.pop()
             place.call.unbind()
@@ -69,10 +69,10 @@ class CppWrappers:
 
 
 def remind_dynamo() -> None:
-    """While torch is as it was found: dynamo must know torch's functions, and ours that last, by themselves.
+    """Let dynamo list torch's functions, and ampkit's that last, while torch is not patched.
 
-    It makes its table when it is first asked, and makes it anew after torch.distributed has started or ended. Made
-    while torch is patched, it would lack the originals.
+    dynamo makes its table at the first use, and again after torch.distributed has started or ended. A table made
+    while torch is patched would lack the originals.
     """
     if "torch._dynamo" not in sys.modules:
         return
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     key: str
 
 
-# What dynamo traces in the place of a built-in function. It needs a global to know where a function comes from.
+# The functions that dynamo traces in place of built-in ones. It needs a global to know where a function comes from.
 _traced: dict[str, Callable] = {}
 
 _places: dict[tuple[int, str, type], _Place | None] = {}
@@ -106,9 +106,9 @@ def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) 
     if not (is_method or is_function or isinstance(original, FunctionType)):
         return None
     module = owner.__name__ if isinstance(owner, ModuleType) else "torch"
-    signature, words = getattr(original, "__text_signature__", None), original.__doc__
-    words = words if signature is None else f"{name}{signature}\n--\n\n{words or ''}"
-    call = library.Call(name, module, words, original)
+    signature, doc = getattr(original, "__text_signature__", None), original.__doc__
+    doc = doc if signature is None else f"{name}{signature}\n--\n\n{doc or ''}"
+    call = library.Call(name, module, doc, original)
     function = call.method(Tensor) if is_method else call.function()
     if function is None:
         return None

@@ -22,13 +22,13 @@ F = TypeVar("F", bound=Callable)
 
 
 def casts_of_calls_disabled() -> AbstractContextManager[Any]:
-    """Casts of calls off in this thread, whatever the levels of the live sessions."""
+    """A context in which no calls of this thread are cast, whatever the levels of the live sessions."""
     casting = active_casting()
     return nullcontext() if casting is None else casting.disabled()
 
 
 class CastsOfCallsDisabled(ContextDecorator):
-    """`casts_of_calls_disabled`, to be entered again, also inside of itself. torch.compile cannot trace it."""
+    """A reusable, reentrant `casts_of_calls_disabled`. torch.compile cannot trace it."""
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[None]] = []
@@ -125,7 +125,7 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
 
 
 def _cast(kind: CastKind, casting: Casting, label: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a decorated function as its rule has them, where casts are on."""
+    """Cast the arguments of a decorated function by its rule, where casts are on."""
     if kind is CastKind.PROMOTE:
         cast = promoter(casting.state, label, args, kwargs)
     else:

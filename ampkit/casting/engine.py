@@ -1,7 +1,7 @@
-"""The engine of every level that casts: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
+"""The engine of every level that casts: it patches torch with the wrappers, switches casting on and off, and restores torch.
 
-There is one engine at a time, owned by the sessions that cast. Whether a thread's calls are cast `state.py` reads; here it is
-set: by `install` for its thread, and by the forward of an initialized model for others.
+There is one engine at a time, owned by the sessions that cast. `state.py` reads whether a thread's calls are cast. It is
+set here: by `install` for its thread, and by the forward of an initialized model for others.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _compiling = torch.compiler.is_compiling
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
 
-# Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
+# The user's rules, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
 
-# Threads that closed engines have still to switch off, and what they were before: only a thread itself can do that, and only at a
+# Threads that closed engines have still to switch off, with their states before: only a thread itself can do that, and only at a
 # plain place for good. Until then the wrappers of the last of these engines stay in place.
 _left_on: dict[int, Saved] = {}
 _leaving: Casting | None = None
@@ -66,7 +66,7 @@ class Casting:
         library = dispatch().library
         self.caches = CastCaches(None if library is None else library.CastStore)
         control = None if library is None or in_python else library.Switch()
-        #: What the wrappers ask.
+        #: The state that the wrappers read.
         self.state = CastingState(lower_precision, verbosity, self.caches, control)
         #: The wrappers in C++, where that library is loaded.
         self.cpp = None if control is None else CppWrappers(library, control)
@@ -74,12 +74,12 @@ class Casting:
         self._installed = False
         self._paused = False
         self._stores = False  # whether models have narrow results
-        #: In the forward of models of other levels too, which is off otherwise: `amp.init` of the drop-in asks for it.
+        #: Whether it also casts in the forward of models of other levels, as `amp.init` of the drop-in asks.
         self.covers_every_model = False
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
-        self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
-        self._wrappers: dict[int, Any] = {}  # what stands in their places by the id of originals
+        self._wrapped_by: dict[int, Any] = {}  # originals by the id of their wrapper
+        self._wrappers: dict[int, Any] = {}  # wrappers by the id of their original
         self._rules: dict[tuple[int, str], CastRule] = {}
         self._tag = ""
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
@@ -92,7 +92,7 @@ class Casting:
         return self.state.lower_precision
 
     def install(self) -> None:
-        """Patch torch. When anything fails midway, torch is as it was before."""
+        """Patch torch, or restore it when anything fails midway."""
         global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
@@ -120,7 +120,7 @@ class Casting:
                 gc.enable()
 
     def close(self) -> None:
-        """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on.
+        """Restore torch's functions. Wrappers that a script has kept call these from now on.
 
         Where a thread cannot be switched off for good yet, wrappers stay in place until it can: see Note [plain places].
         """
@@ -147,7 +147,7 @@ class Casting:
         self._switched_on.clear()
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
-        """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
+        """Apply a rule of the user's at once; it replaces a rule of the tables for the same function."""
         rule = CastRule(kind, owner, name)
         for owner, name in namesakes(rule):
             if (id(owner), name) not in _registered:
@@ -157,8 +157,8 @@ class Casting:
         forget_traces()
 
     def catch_up(self) -> None:
-        """Put the rows of packages that were loaded since `install` in place."""
-        # The first test is all of it in nearly every forward, and calls nothing of ours.
+        """Apply the rows of packages that were loaded since `install`."""
+        # In nearly every forward the first test decides, and calls no Python function.
         if sys.modules.keys().isdisjoint(self._awaited) or not any(map(is_loaded, self._awaited)):
             return
         self._await_packages()
@@ -187,7 +187,7 @@ class Casting:
             forget_traces()
 
     def _bring_up_to_date(self) -> None:
-        """Set this thread as it is to be now, as soon as no region of the script's own decides; for good at a plain place."""
+        """Switch this thread to the current settings where no region of the script's own decides; for good at a plain place."""
         if threading.get_ident() in self._out_of_date and number_of_regions() == 0:
             self._out_of_date.discard(threading.get_ident())
             self._switch_off_here()
@@ -199,16 +199,16 @@ class Casting:
 
     @property
     def leaves_out_this_thread(self) -> bool:
-        """Whether calls of other threads than this one are cast wherever they stand, and here in the forward of models only."""
+        """Whether calls of other threads are cast everywhere, and those of this thread in the forward of models only."""
         is_everywhere = self.scope == "process" and self._installed and not self._paused and bool(self._switched_on)
         return is_everywhere and threading.get_ident() not in self._switched_on and number_of_regions() == 0
 
     def disabled(self) -> AbstractContextManager[Any]:
-        """Casting off inside, in this thread: a `Region`, but for traces."""
+        """A region in which no calls of this thread are cast: a `Region`, or torch's own in a trace."""
         return self.state.region(False)
 
     def forward_scope(self, narrow_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise.
+        """The context of an initialized model's forward pass, which is cast unless a region of the script says otherwise.
 
         ``narrow_in`` is the precision of its calls where they have narrow results. A trace does without the cache.
         """
@@ -231,7 +231,7 @@ class Casting:
 
     @property
     def paused(self) -> bool:
-        """Nothing is cast in any thread, until further notice. A script of Apex's may ask for that."""
+        """Whether casting is off in every thread until further notice, as a script of Apex's may ask."""
         return self._paused
 
     @paused.setter
@@ -247,23 +247,23 @@ class Casting:
     def switch_on_here(self) -> None:
         """Cast every call of this thread from now on, if that is the engine's scope."""
         if self.scope == "process" and self._installed and not self._paused:
-            here, types_now = threading.get_ident(), self.state.device_types
+            ident, types_now = threading.get_ident(), self.state.device_types
             if number_of_regions() == 0:
-                before, _ = self._switched_on.setdefault(here, _left_on.pop(here, None) or save(()))
-                known = {one for one, *_ in before}
-                before += save([one for one in types_now if one not in known])[0]
+                before, _ = self._switched_on.setdefault(ident, _left_on.pop(ident, None) or save(()))
+                known = {device_type for device_type, *_ in before}
+                before += save([device_type for device_type in types_now if device_type not in known])[0]
                 switch(types_now, True, self.lower_precision)
             if not is_plain_place():
-                self._out_of_date.add(here)
+                self._out_of_date.add(ident)
 
     def _switch_off_here(self) -> None:
-        here = threading.get_ident()
-        if (before := self._switched_on.get(here)) is not None:
+        ident = threading.get_ident()
+        if (before := self._switched_on.get(ident)) is not None:
             restore(before)
             if is_plain_place():
-                del self._switched_on[here]
+                del self._switched_on[ident]
             else:
-                self._out_of_date.add(here)
+                self._out_of_date.add(ident)
 
     def _mark_regions(self) -> None:
         mark_regions(self.state.device_types)
@@ -272,31 +272,31 @@ class Casting:
         self.state.set(self._installed and not self._paused, self.device_types, self._stores)
 
     def _describe(self) -> None:
-        """Put everything on which it depends what is cast into a tag for compiled code."""
-        rules = [f"{getattr(one.owner, '__name__', '')}.{one.name}={one.kind.name}" for one in self._rules.values()]
+        """Write all that decides which calls are cast into a tag for compiled code."""
+        rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
         digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
         self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
         self._tell_state()
 
     def _stay_off(self) -> None:
-        """For a forked child: what was patched stays in place there, and calls straight through."""
+        """Switch casting off in a forked child: wrappers stay in place there, and call torch's functions."""
         self.caches.renew_lock()
         self._end()
         switch_off_left_on()
-        for one in self.state.device_types:  # in the midst of a forward, too
-            torch.set_autocast_enabled(one, False)
+        for device_type in self.state.device_types:  # in the midst of a forward, too
+            torch.set_autocast_enabled(device_type, False)
         self.tag_compiled_code()
 
     def tag_compiled_code(self) -> None:
-        """Have code that is compiled now, in this thread, kept on disk apart from code with other casts."""
+        """Tag code that this thread compiles now, so that it is kept on disk apart from code with other casts."""
         tag_compiled_code(f"{self._tag} {self.state.other_precision() or ''}" if self.is_on() else "")
 
     def original_of(self, function: Any) -> Any:
-        """torch's own function where one of the wrappers is given, else what was given."""
+        """The function of torch under a wrapper; anything but a wrapper unchanged."""
         return self._wrapped_by.get(id(function), function)
 
     def wrapper_of(self, original: Any) -> Any | None:
-        """The wrapper in the place of a function of torch's, or None."""
+        """The wrapper that replaces a function of torch's, or None."""
         return self._wrappers.get(id(original))
 
     def _patch(self, rule: CastRule) -> None:
@@ -333,22 +333,22 @@ def active_casting() -> Casting | None:
 
 
 def register_rule(kind: CastKind, owner: Any, name: str) -> None:
-    """Remember a rule of the user's for every later engine, and put it into the active one."""
+    """Remember a rule of the user's for every later engine, and apply it in the active one."""
     _registered[id(owner), name] = CastRule(kind, owner, name)
     if _active is not None:
         _active.register(kind, owner, name)
 
 
 def switch_off_left_on() -> None:
-    """Switch this thread off where a closed engine has left it on. For all that a script calls, and for wrappers that are left."""
+    """Switch this thread off where a closed engine has left it on. Public functions and leftover wrappers call it."""
     if (not _left_on and _leaving is None) or _active is not None or _compiling():
         return
-    here = threading.get_ident()
-    # The end of a region brings back what was before it, so inside of one nothing is to be done.
-    if here in _left_on and number_of_regions() == 0:
-        restore(_left_on[here])
+    ident = threading.get_ident()
+    # The end of a region restores the state before it, so inside of a region nothing is to be done.
+    if ident in _left_on and number_of_regions() == 0:
+        restore(_left_on[ident])
         if is_plain_place():
-            del _left_on[here]
+            del _left_on[ident]
     for gone in _left_on.keys() - sys._current_frames().keys():
         del _left_on[gone]
     if not _left_on and patching.changing.acquire(blocking=False):
@@ -359,19 +359,19 @@ def switch_off_left_on() -> None:
 
 
 def _give_back_torch() -> None:
-    """Take the wrappers out of torch's places that the last engine has left there."""
+    """Restore the functions of torch that the last engine has left wrapped."""
     global _leaving
-    left, _leaving = _leaving, None
-    if left is not None:
+    engine, _leaving = _leaving, None
+    if engine is not None:
         compiled_models.not_before_calls(switch_off_left_on)
-        left._restore()
+        engine._restore()
         remind_dynamo()
         forget_traces()
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _switch_off_pending(_: Any) -> int:
-    """Run by Python in its main thread, as soon as that is between two instructions."""
+    """Switch the main thread off; Python calls this there, between two instructions."""
     switch_off_left_on()
     if threading.get_ident() in _left_on and _active is None:  # at no plain place: look again
         again = threading.Timer(0.05, _switch_main_thread_off)
@@ -388,7 +388,7 @@ def _stored(owner: Any, name: str) -> Any:
     """The attribute of ``owner``, as stored: a class keeps its static and class methods as such."""
     if isinstance(owner, dict):
         return owner[name]
-    stored = next((vars(one)[name] for one in getattr(owner, "__mro__", ()) if name in vars(one)), None)
+    stored = next((vars(cls)[name] for cls in getattr(owner, "__mro__", ()) if name in vars(cls)), None)
     return stored if isinstance(stored, (staticmethod, classmethod)) else getattr(owner, name)
 
 

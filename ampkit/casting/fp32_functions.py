@@ -43,11 +43,11 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 def without_copies(
     wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str
 ) -> Callable | None:
-    """A function around ``wrapper``, which casts ``original``'s arguments to float32; None for all other names."""
+    """Wrap ``wrapper``, which casts ``original``'s arguments to float32, so that no copy is kept; None for other functions."""
     if any(owner is module for module in (F, torch)) and name in _COMPUTATIONS:
         return _saving_the_input(wrapper, original, state, _COMPUTATIONS[name])
-    known = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
-    if known and torch.accelerator.is_available():
+    takes_dtype = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
+    if takes_dtype and torch.accelerator.is_available():
         return _with_dtype(wrapper, original, state)
     return None
 
@@ -60,11 +60,11 @@ def _saving_the_input(
         if not _is_cast(x, state) or not _records_plainly(x) or x.numel() < _WORTHWHILE:
             return wrapper(*args, **kwargs)
         try:
-            found = computation.arguments(*args, **kwargs)
-            if found is None or not any(isinstance(t, Tensor) and t.requires_grad for t in found):
+            arguments = computation.arguments(*args, **kwargs)
+            if arguments is None or not any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
                 return wrapper(*args, **kwargs)
-            return _Float32Inside.apply(computation, original, *found)
-        except (TypeError, IndexError, RuntimeError):  # torch has the better words for it
+            return _Float32Inside.apply(computation, original, *arguments)
+        except (TypeError, IndexError, RuntimeError):  # torch's own error says more
             return wrapper(*args, **kwargs)
 
     return save_the_input
@@ -87,12 +87,12 @@ def _records_plainly(x: Tensor) -> bool:
 
 
 def _with_dtype(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
-    """For functions with ``dtype=``, whose kernels convert element by element, except on the CPU."""
+    """Wrap a function with ``dtype=``, whose kernels convert element by element, except on the CPU."""
 
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
-        names_one = kwargs.get("dtype") is not None or any(type(value) is torch.dtype for value in args)
-        if not _is_cast(x, state) or x.is_cpu or names_one or kwargs.get("out") is not None:
+        has_dtype = kwargs.get("dtype") is not None or any(type(value) is torch.dtype for value in args)
+        if not _is_cast(x, state) or x.is_cpu or has_dtype or kwargs.get("out") is not None:
             return wrapper(*args, **kwargs)
         return original(*args, **{**kwargs, "dtype": torch.float32})
 
@@ -103,7 +103,7 @@ _WITH_DTYPE = frozenset({"softmax", "log_softmax", "softmin", "sum", "prod", "cu
 
 
 class _Float32Inside(torch.autograd.Function):
-    """``original(x.float(), *rest)``, with ``x`` saved as it is."""
+    """An autograd function for ``original(x.float(), *rest)`` that saves ``x`` in its own dtype."""
 
     @staticmethod
     def forward(ctx: Any, computation: _Computation, original: Callable, x: Tensor, *rest: Any) -> Tensor:
@@ -136,19 +136,19 @@ def _recomputed_gradients(
     """The gradients of ``original(x.float(), *rest)``, themselves differentiable where grad mode is on."""
     create_graph = _grad_enabled()
     with torch.enable_grad():
-        # Views of them: hooks on the tensors themselves belong to the backward pass outside.
+        # Views: hooks on the tensors themselves belong to the backward pass outside.
         views = [t.view_as(t) if wanted else t for t, wanted in zip((x, *rest), needed, strict=True)]
         result = original(views[0].float(), *views[1:])
     sources = [view for view, wanted in zip(views, needed, strict=True) if wanted]
-    found = iter(torch.autograd.grad(result, sources, grad, create_graph=create_graph))
-    return [next(found) if wanted else None for wanted in needed]
+    gradients = iter(torch.autograd.grad(result, sources, grad, create_graph=create_graph))
+    return [next(gradients) if wanted else None for wanted in needed]
 
 
 class _Computation(NamedTuple):
-    """One function of torch, and how it is done here.
+    """A function of torch, and its computation here.
 
-    ``arguments`` gives the function's arguments in order, or None where it is left to torch. ``forward`` gives the result and what
-    ``backward`` needs beside the arguments; where that is nothing, the forward pass is done again instead.
+    ``arguments`` returns the function's arguments in order, or None where it is left to torch. ``forward`` returns the result and
+    the tensors that ``backward`` needs beside the arguments; without any, the forward pass is done again instead.
     """
 
     arguments: Callable[..., tuple | None]
@@ -182,7 +182,7 @@ def _arguments_of_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5
 
 
 def _in_memory_format_of(x, tensor):
-    """The kernels of group_norm want all tensors in one memory format, and know channels_last on the CPU."""
+    """Return ``tensor`` in the memory format of ``x``, as group_norm's kernels need; they know channels_last on the CPU."""
     channels_last = x.is_cpu and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return tensor.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
@@ -226,7 +226,7 @@ def _arguments_of_cross_entropy(
 
 
 def _parts(*tensors):
-    """All of them on a GPU; on the CPU a few samples at a time, whose float32 values stay in the caches."""
+    """Split tensors on the CPU into a few samples at a time, whose float32 values stay in the caches; on a GPU not at all."""
     x = tensors[0]
     samples = max(1, len(x) * _IN_CACHES * torch.get_num_threads() // x.numel()) if x.is_cpu else len(x)
     return zip(*(tensor.split(samples) for tensor in tensors), strict=True)
@@ -234,7 +234,7 @@ def _parts(*tensors):
 
 def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ____):
     ignored = target == ignore_index
-    # What each sample counts in the result.
+    # The weight of each sample in the result.
     share = (~ignored).float()
     losses = torch.empty_like(share)
     for part, labels, loss in _parts(x, target.masked_fill(ignored, 0), losses):
@@ -248,7 +248,7 @@ def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ___
     return result, (share,)
 
 
-def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, ignore_index, *others):
+def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, ignore_index, *rest):
     share = statistics[0].mul(grad)
     target = target.masked_fill(target == ignore_index, 0)
     dx = torch.empty_like(x)
@@ -259,7 +259,7 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
 
 
 def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
-    """Embeddings whose tables may have narrow gradients get those by rows (`RowsOfTable`).
+    """Wrap ``embedding``: tables that may have narrow gradients get them by rows (`RowsOfTable`).
 
     Sparse gradients are in the table's precision: autograd casts none.
     """

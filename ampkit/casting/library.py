@@ -1,4 +1,4 @@
-"""O1's wrappers in C++: ampkit/_casting, where it was built for this torch, or why it is not there.
+"""The library of wrappers in C++, ampkit._casting, where it was built for this torch, or the reason why it is missing.
 
 The library reads torch's own structures, so it serves the torch it was built with and no other. Without it the wrappers
 in Python do the same, slower. libraries.py tells how AMPKIT_EXTENSION decides.

@@ -1,12 +1,12 @@
 """Gradients of large weights that stay in lower precision until a script reads them: see "Narrow gradients" in NOTES.md.
 
 A weight is marked for it by a hook in C++, and by ``grad_dtype = None``, with which torch lets its gradient have any dtype.
-`getter` has ``p.grad`` widened in place, once, for whoever reads it. Steps of initialized optimizers, clipping by norm and
+`getter` widens ``p.grad`` in place, once, when a script reads it. Steps of initialized optimizers, clipping by norm and
 ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
 float32: Python cannot see the hooks that DDP puts on an accumulation.
 
 `getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
-``p.grad = None`` inside of a block is heard of (`note_set_aside`, `is_set_aside`).
+``p.grad = None`` inside of a block is noticed (`note_set_aside`, `is_set_aside`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE = 4096
 
 
 def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether narrow gradients are worth it, of a parameter that is or would be in ``dtype``: for large matrices in float32.
+    """Whether narrow gradients pay for a parameter that is or would be in ``dtype``: for large matrices in float32.
 
     Subclasses (DTensor) have gradients of their own kind.
     """
@@ -41,7 +41,7 @@ def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def take_narrow_gradients(params: Iterable[Tensor], undo: Undo) -> None:
-    """Let the gradients of the large ones among these float32 parameters be in lower precision. `getter` has to be in place."""
+    """Let gradients of the large float32 parameters among ``params`` be in lower precision. `getter` has to be in place."""
     for param in params:
         if is_large(param) and param.is_leaf and not _library.takes_narrow_gradients(param):
             undo.if_alive(_library.take_none_any_more, param)
@@ -49,7 +49,7 @@ def take_narrow_gradients(params: Iterable[Tensor], undo: Undo) -> None:
 
 
 def follow_dtype(param: Tensor) -> None:
-    """Have gradients of a parameter be in its own dtype again, whatever that becomes."""
+    """Let gradients of a parameter follow its own dtype again, whatever that becomes."""
     if _library is not None:
         _library.follow_dtype(param)
     elif param.grad_dtype is not param.dtype:
@@ -80,7 +80,7 @@ For steps of which every kernel takes both precisions.
 
 @contextmanager
 def past_the_getter() -> Iterator[None]:
-    """``p.grad`` is read as it is stored inside, in this thread."""
+    """Read ``p.grad`` as it is stored inside, in this thread."""
     before = read_narrow(True)
     try:
         yield
@@ -89,7 +89,7 @@ def past_the_getter() -> Iterator[None]:
 
 
 class RowsOfTable(torch.autograd.Function):
-    """``embedding(table, indices, padding_index)``: the gradient of the table is never there in float32, if it may be narrow."""
+    """The autograd function ``embedding(table, indices, padding_index)``, which makes no narrow gradient of the table in float32."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class RowsOfTable(torch.autograd.Function):
 
 
 def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A hook on a stored weight, which multiplies by a float32 mask perhaps: torch refuses a gradient of another dtype."""
+    """Wrap a hook to return the gradient's dtype: it may multiply by a float32 mask, and torch refuses another dtype."""
 
     @functools.wraps(hook)
     def run(gradient: Tensor) -> Any:
@@ -119,7 +119,7 @@ def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def keep_hooks_in_dtype(param: Tensor) -> None:
-    """Have hooks that a script registered before the parameter was stored in lower precision return gradients in its dtype."""
+    """Wrap hooks that a script registered before the parameter was stored in lower precision: they return its dtype."""
     for key, hook in list((param._backward_hooks or {}).items()):
         param._backward_hooks[key] = _in_its_dtype(hook)  # type: ignore[index]
 
@@ -137,7 +137,7 @@ def _register_hook(original: Callable, tensor: Tensor, hook: Callable[[Tensor], 
         return original(tensor, _in_its_dtype(hook))
     if not _library.takes_narrow_gradients(tensor):
         return original(tensor, hook)
-    # torch clears the weight's hooks before the script's first, and with them ours, which widens what is there.
+    # torch clears the weight's hooks before the script's first, and with them ampkit's, which widens the gradient.
     tensor.grad  # noqa: B018
     handle = original(tensor, hook)
     _library.take_narrow_gradients(tensor)

@@ -1,12 +1,12 @@
-"""Whether calls of torch are cast, in the thread that asks: torch.autocast's own state is the switch (NOTES.md).
+"""The switch of casting in each thread, which is torch.autocast's own state (NOTES.md).
 
-`CastingState` is what every wrapper asks; the engine owns it.
+Every wrapper reads `CastingState`; the engine owns it.
 
 Note [plain places]
-    torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the
-    dispatcher comes to in Python. So a thread is set for good only at a plain place: none of these is around, and dispatching
-    leaves out no more than in a new thread. An engine that closes elsewhere switches off at once, and its wrappers stay in
-    place and switch off again what torch brings back, until the first of them is called at a plain place.
+    torch restores a thread's state at the end of some scopes: inference mode, a region, a backward pass, Python code that a
+    call of the dispatcher runs. So a thread is set for good only at a plain place: outside of all these, where dispatching
+    excludes no more than in a new thread. An engine that closes elsewhere switches off at once. Its wrappers stay in
+    place and switch off again what torch restores, until the first of them is called at a plain place.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..patching import by_tensor
 if TYPE_CHECKING:
     from .cache import CastCaches
 
-#: Of every weight that a live session stores in lower precision its float32 value (models/float32_values.py), and None of what
-#: stays as it came beside these.
+#: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for those
+#: that stay in the dtype they came in.
 stored = by_tensor()
 
 _is_enabled = torch.is_autocast_enabled
@@ -37,9 +37,9 @@ _compiling = torch.compiler.is_compiling
 
 
 class CastingState:
-    """Answers to the wrappers of one engine, on every call.
+    """The state that the wrappers of one engine read on every call.
 
-    ``lower_precision`` is the session's. ``control`` is told the same for the wrappers in C++, where there are any.
+    ``lower_precision`` is the session's. ``control`` is set alike, for the wrappers in C++, where there are any.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class CastingState:
         self.lower_precision = lower_precision
         self.verbosity = verbosity
         self.caches = caches
-        #: Device types whose tensors are cast, and the engine's word for whether any are.
+        #: Device types whose tensors are cast, and whether the engine casts at all.
         self.device_types: tuple[str, ...] = ()
         self.installed = False
         #: Whether models have narrow results.
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
-        #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident; and what a
-        #: wrapper does then that stays in place for a while: see Note [plain places].
+        #: Set when the engine is closed, with the states of threads before it switched them on for good, by their ident, and the
+        #: function that wrappers call then, which stay in place for a while: see Note [plain places].
         self.closed = False
         self.before: dict[int, Saved] = {}
         self.leave: Callable[[], None] = lambda: None
@@ -64,10 +64,10 @@ class CastingState:
         self._control = control
 
     def set(self, installed: bool, device_types: Iterable[str], stores: bool = False) -> None:
-        """For the engine: whether it is installed, whose tensors it casts, and whether models have narrow results."""
-        self.device_types = tuple(one for one in sorted(device_types) if _is_known(one))
+        """Set whether the engine is installed, on which device types it casts, and whether models have narrow results."""
+        self.device_types = tuple(device_type for device_type in sorted(device_types) if _is_known(device_type))
         self._followers = tuple(sorted(set(device_types) - set(self.device_types)))
-        self._torchs_choice = {one: default_precision(one) for one in self.device_types}
+        self._torchs_choice = {device_type: default_precision(device_type) for device_type in self.device_types}
         self.installed = installed
         self.stores = stores
         if self._control is not None:
@@ -90,7 +90,7 @@ class CastingState:
         return len(lower) > 0 and self.stores and self.installed and number_of_regions() == 0
 
     def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
-        """The float32 value of a weight that is stored in lower precision; other tensors as they are."""
+        """The float32 value of a weight that is stored in lower precision; other tensors unchanged."""
         if weight.dtype not in LOWER_PRECISION:
             return weight
         value = None if _compiling() else stored.get(weight)
@@ -112,7 +112,7 @@ class CastingState:
         return None
 
     def is_narrow(self) -> bool:
-        """Whether softmax, norms and powers hand on their input's precision."""
+        """Whether softmax, norms and powers return their input's precision."""
         return self.stores and torch.is_autocast_cache_enabled()
 
     def region(
@@ -127,21 +127,21 @@ class CastingState:
         return _traced_regions(self.device_types, enabled, dtype, narrow)
 
     def switch_back_on(self, device_types: Sequence[str]) -> None:
-        """Undo a mere switching off, unless the engine was closed since: a region of the script's own goes on all the same."""
+        """Switch casts on again, unless the engine was closed since; a region of the script's own goes on in either case."""
         if self.closed and number_of_regions() == 0:
             return self.leave()
-        for one in device_types:
-            torch.set_autocast_enabled(one, True)
+        for device_type in device_types:
+            torch.set_autocast_enabled(device_type, True)
 
     def restore(self, saved: Saved) -> None:
-        """Bring back what `save` found, unless the engine was closed since: a session may end anywhere, by the collector."""
+        """Restore the state from `save`, unless the engine was closed since: the garbage collector may end a session anywhere."""
         restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)
         if self.closed:
             self.leave()
 
 
 class _Float32(torch.autograd.Function):
-    """A stored weight's float32 value; its gradient is the weight's."""
+    """An autograd node from a stored weight to its float32 value; the gradient goes to the weight, in its dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, value: Any) -> torch.Tensor:
@@ -154,7 +154,7 @@ class _Float32(torch.autograd.Function):
 
 
 class Region:
-    """``with torch.autocast(...):`` for all device types of an engine, without its cache and its checks."""
+    """A context manager like torch.autocast, for all device types of an engine, without its cache and its checks."""
 
     __slots__ = ("_before", "_dtype", "_enabled", "_narrow", "_state")
 
@@ -184,7 +184,7 @@ class Region:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """As if the region had not been entered: for a closure inside ``optimizer.step``."""
+        """Leave the region for a while, for a closure inside ``optimizer.step``."""
         self.__exit__()
         try:
             yield
@@ -195,8 +195,8 @@ class Region:
 @contextlib.contextmanager
 def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool) -> Iterator[None]:
     with contextlib.ExitStack() as regions:
-        for one in device_types:
-            regions.enter_context(torch.autocast(one, dtype, enabled, cache_enabled=narrow))
+        for device_type in device_types:
+            regions.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=narrow))
         yield
 
 
@@ -211,14 +211,14 @@ number_of_regions._dynamo_marked_constant = True
 
 
 def is_plain_place() -> bool:
-    """Whether this thread is where nothing brings its state back: see Note [plain places]."""
+    """Whether this thread is in no scope that restores its state at the end: see Note [plain places]."""
     in_backward = torch._C._current_graph_task_id() != -1
     if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _left.depth > 0:
         return False
     return _excluded() | _excluded_at_rest() == _excluded_at_rest()
 
 
-#: What dispatching leaves out in this thread: torch.autocast where that is off, and more inside of a dispatcher's own call.
+#: The dispatch keys that this thread excludes: torch.autocast's where that is off, and more inside of a dispatcher's call.
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 
@@ -226,12 +226,12 @@ class _Left(threading.local):
     depth = 0
 
 
-_left = _Left()  # how often this thread is out of modes for a while
+_left = _Left()  # how many blocks of `out_of_modes` this thread is in
 
 
 @contextlib.contextmanager
 def out_of_modes() -> Iterator[None]:
-    """Out of inference mode and of torch.func's transforms for a while: models and optimizers go on with what is made inside."""
+    """Leave inference mode and torch.func's transforms for a while: models and optimizers keep the tensors that are made inside."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if not transformed and not torch.is_inference_mode_enabled():
         yield
@@ -245,11 +245,11 @@ def out_of_modes() -> Iterator[None]:
 
 
 def mark_regions(device_types: Sequence[str]) -> None:
-    """Have dynamo's guards tell a region that switches casts off from a thread that was never switched on.
+    """Make dynamo's guards tell a region that switches casts off from a thread that was never switched on.
 
-    They know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
+    Guards know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
     """
-    if not any(_is_enabled(one) for one in device_types):
+    if not any(_is_enabled(device_type) for device_type in device_types):
         torch.set_autocast_cache_enabled(number_of_regions() == 0)
 
 
@@ -258,37 +258,37 @@ Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 def save(device_types: Sequence[str]) -> Saved:
     """Read this thread's state, for `restore`."""
-    return [(one, _is_enabled(one), _dtype_of(one)) for one in device_types], torch.is_autocast_cache_enabled()
+    return [(x, _is_enabled(x), _dtype_of(x)) for x in device_types], torch.is_autocast_cache_enabled()
 
 
 def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool = False) -> None:
     """Set this thread's state. torch's own cache, which goes stale where regions are not nested, is on where results are narrow."""
-    for one in device_types:
-        torch.set_autocast_enabled(one, enabled)
-        torch.set_autocast_dtype(one, dtype)
+    for device_type in device_types:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(narrow)
 
 
 def restore(saved: Saved) -> None:
     """Undo `switch`."""
     states, cache_enabled = saved
-    for one, enabled, dtype in states:
-        torch.set_autocast_enabled(one, enabled)
-        torch.set_autocast_dtype(one, dtype)
+    for device_type, enabled, dtype in states:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache_enabled)
 
 
 def past_autocast(function: Callable, state: CastingState) -> Callable:
-    """A function of torch as the tables have it: torch.autocast does not cast its arguments once more, its own way."""
+    """Wrap a function of torch so that torch.autocast does not cast its arguments once more, by its own list."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _compiling():
             with state.region(False):
                 return function(*args, **kwargs)
-        on = [one for one in state.device_types if _is_enabled(one)]
+        on = [device_type for device_type in state.device_types if _is_enabled(device_type)]
         try:
-            for one in on:
-                torch.set_autocast_enabled(one, False)
+            for device_type in on:
+                torch.set_autocast_enabled(device_type, False)
             return function(*args, **kwargs)
         finally:
             state.switch_back_on(on)
@@ -308,11 +308,11 @@ def _excluded_at_rest() -> Any:
 
 
 def _in_a_new_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def _is_known(device_type: str) -> bool:

@@ -48,7 +48,7 @@ def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] 
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """``x`` in float32 where it is in lower precision, and as it is where not."""
+    """Cast ``x`` to float32 if it is in lower precision."""
     return x.float() if x.dtype in LOWER_PRECISION else x
 
 
@@ -58,7 +58,7 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
 
 def cast_state(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """An optimizer's state of one parameter in ``dtype``. torch keeps "step" as it is too, when it loads a state_dict."""
+    """Cast an optimizer's state of one parameter to ``dtype``, without "step", which torch does not cast either when it loads."""
     return {key: cast_floating(value, dtype) for key, value in state.items() if key != "step"}
 
 
@@ -68,7 +68,7 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 
 def states_to_cast(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """(parameter, its state) where the optimizer has some; none where it was asked to keep its state in lower precision."""
+    """Yield (parameter, its state) where the optimizer has some; nothing where it keeps its state in lower precision."""
     if not getattr(optimizer, "keeps_narrow_state", False):
         for param in params_of(optimizer):
             if param in optimizer.state:
@@ -76,15 +76,15 @@ def states_to_cast(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """Every tensor that `map_tensors` would visit."""
-    found: list[Tensor] = []
+    """Return every tensor that `map_tensors` would visit."""
+    tensors: list[Tensor] = []
 
     def visit(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(values, visit)
-    return iter(found)
+    return iter(tensors)
 
 
 def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:

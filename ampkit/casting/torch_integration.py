@@ -1,6 +1,6 @@
-"""The places of torch around the functions that the tables name, patched from the engine's `install` to its `close`.
+"""Patches of torch around the functions that the tables name, from the engine's `install` to its `close`.
 
-They look through wrappers (torch.jit, pickle, tables in a ``__torch_function__``, inductor), or past what casting relies on
+They need torch's own functions (torch.jit, pickle, tables in a ``__torch_function__``, inductor), or bypass what casts rely on
 (``.data``, data loaders, autograd, checkpoints).
 """
 
@@ -37,7 +37,7 @@ _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
 
 
 def patch_torch(patches: PatchSet, engine: Any) -> None:
-    """Patch them all, for a `Casting` (engine.py)."""
+    """Apply all these patches, for a `Casting` (engine.py)."""
     state = engine.state
     _patch_writes(patches, state)
     _patch_autograd(patches, state)
@@ -46,7 +46,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         patches.put_around(fetcher, "fetch", functools.partial(_inside, engine.disabled))
-    # What takes a model apart by proxies asks them for no dtype. The traced model is cast where it runs.
+    # torch.fx traces with proxies, which have no dtype. The traced model is cast where it runs.
     patches.put_around(torch.fx.Tracer, "trace", functools.partial(_trace_without_casts, engine))
     # Recurrent layers refuse an input of another dtype than their weights' where torch.autocast is off.
     on = functools.partial(_inside, lambda: state.region(True) if state.stores else nullcontext())
@@ -64,7 +64,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
 
 
 def _patch_picklers(patches: PatchSet, engine: Any) -> None:
-    """Have picklers write torch's own functions by the name of what stands in their places.
+    """Make picklers write torch's own functions by the name of their wrappers.
 
     Pickle writes a Python function as the name of its place, and refuses when something else stands there. A function that was
     bound before (by a model, a dataset that goes to a spawned worker) is written as ``copy.copy(torch.nn.functional.softmax)``,
@@ -101,7 +101,7 @@ def _patch_picklers(patches: PatchSet, engine: Any) -> None:
 
 
 def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
-    """The backward pass is not autocast."""
+    """Patch autograd so that the backward pass is not autocast."""
     run_backward = torch.autograd._engine_run_backward
     without_autocast = past_autocast(run_backward, state)
     apply = BackwardCFunction.apply
@@ -142,7 +142,7 @@ _UNDER_VMAP = (
 
 
 def _patch_checkpoints(patches: PatchSet) -> None:
-    """Do not count the regions with which a checkpoint brings the state of its forward back: the script entered none of them."""
+    """Do not count the regions by which a checkpoint restores the state of its forward: the script entered none of them."""
     generator = "_checkpoint_without_reentrant_generator"
     if hasattr(checkpoint, f"{generator}_impl"):  # torch 2.15
         generator += "_impl"
@@ -159,7 +159,7 @@ def _patch_checkpoints(patches: PatchSet) -> None:
 
 
 def _in_regions_of_now(function: Callable) -> Callable:
-    """``function``, called as if it were in as many regions of torch.autocast as it would be now."""
+    """Wrap ``function`` to run as if in as many regions of torch.autocast as there are now."""
     regions = number_of_regions()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -190,14 +190,14 @@ def _count(tensor: torch.Tensor) -> None:
 
 
 class _Data(property):
-    """Stands for ``Tensor.data``. dynamo asks it for its class and name, where a subclass has a ``__torch_function__``."""
+    """The property for ``Tensor.data``. dynamo asks for its class and name, where a subclass has a ``__torch_function__``."""
 
     __objclass__ = torch._C.TensorBase
     __name__ = "data"
 
 
 def _patch_writes(patches: PatchSet, state: CastingState) -> None:
-    """torch does not count writes through ``.data``, NumPy and DLPack, which scripts ask for before, nor those of fused steps."""
+    """Forget casts where torch does not count writes: through ``.data``, NumPy and DLPack, and in fused steps."""
     data, forget = torch._C.TensorBase.data, state.caches.forget
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         forget(tensor)
         is_weight = type(tensor) is nn.Parameter and tensor.dtype is torch.float32
         if is_weight and getattr(values, "dtype", None) in LOWER_PRECISION and state.is_on():
-            # What a cast call returned, assigned by a script. torch and ampkit mean the dtype: ``.half()`` of a module assigns too.
+            # A script assigns what a cast call returned. torch and ampkit mean the dtype: ``.half()`` of a module assigns too.
             if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _MEAN_THE_DTYPE:
                 values = values.float()
         data.__set__(tensor, values)
@@ -223,7 +223,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     for name in ("numpy", "__dlpack__"):
         patches.put_around(torch.Tensor, name, forgetting)
 
-    seen, told = weakref.WeakSet[torch.optim.Optimizer](), set[str]()
+    seen, warned = weakref.WeakSet[torch.optim.Optimizer](), set[str]()
 
     def after_step(optimizer: torch.optim.Optimizer) -> None:
         if torch.compiler.is_compiling():
@@ -235,8 +235,8 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         if updated:
             seen.add(optimizer)
         name = type(optimizer).__name__
-        if name not in told and any(_loses_updates(optimizer, param) for param in updated):
-            told.add(name)
+        if name not in warned and any(_loses_updates(optimizer, param) for param in updated):
+            warned.add(name)
             logger.warning(
                 "%s.step() updated weights that initialize() stores in lower precision, but initialize() was not given this %s: "
                 "what is smaller than half of a weight's last bit is lost. Call initialize() again, with the model and the new "
@@ -250,10 +250,10 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
 
 
 def _loses_updates(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
-    """Whether the weight is stored beside a rest of which the optimizer knows nothing, while it rounds to nearest."""
-    entry, own = stored.get(param), optimizer.state[param] if param in optimizer.state else ()
+    """Whether the weight has a rest that the optimizer does not update, while it rounds to nearest."""
+    value, state = stored.get(param), optimizer.state[param] if param in optimizer.state else ()
     draws = getattr(getattr(optimizer, "storage", None), "is_stochastic", False)
-    return entry is not None and entry.rest is not None and "rest" not in own and not draws
+    return value is not None and value.rest is not None and "rest" not in state and not draws
 
 
 def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -273,17 +273,17 @@ def _trace_without_casts(engine: Any, trace: Callable, tracer: Any, *args: Any, 
 
 
 def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
-    """Have weights that are stored beside rests be read so: nothing casts what generated code gives to functions of torch."""
+    """Insert casts of weights that have rests to float32: generated code calls torch's functions without casts."""
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        entry = stored.get(functools.reduce(getattr, node.target.split("."), root))
-        if entry is not None and entry.rest is not None:
+        stored_value = stored.get(functools.reduce(getattr, node.target.split("."), root))
+        if stored_value is not None and stored_value.rest is not None:
             with graph.inserting_after(node):
                 value = graph.call_method("float", (node,))
             node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
 def _see_through(engine: Any, function: Callable, fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of a callable with the original where it is given one of our wrappers."""
+    """Call ``function``, with torch's own function in place of a wrapper ``fn``."""
     original = engine.original_of(fn)
     return function(original.op if isinstance(original, OpOverloadPacket) else original, *args, **kwargs)
 

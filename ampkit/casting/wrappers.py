@@ -1,8 +1,8 @@
-"""Wrappers that stand in torch's place where calls are cast: one factory for each `CastKind`.
+"""Wrappers of torch's functions that cast their arguments: one factory for each `CastKind`.
 
 `_where_casts_are_off` asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a
-script has kept casts nothing after the engine closes. What it stands around is called where casts are on. The engine calls `wrap`;
-nothing here patches anything.
+script has kept casts nothing after the engine closes. The wrapper inside of it runs where casts are on. The engine calls `wrap`;
+this module patches nothing.
 
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
@@ -57,7 +57,7 @@ _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "B
 
 
 def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappers | None) -> Callable:
-    """A function to stand at ``rule.owner.name`` in place of ``original``."""
+    """Wrap ``original``, the function at ``rule.owner.name``, as the rule says."""
     kind, owner, name = rule.kind, rule.owner, rule.name
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
@@ -93,7 +93,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
 
 
 def _known_to_tables(method: Callable) -> Callable:
-    """A method that gives itself to a ``__torch_function__``: torch gives what stands in its place, which tables do not have."""
+    """Wrap a method so that a ``__torch_function__`` gets the method itself: tables of functions there lack torch's wrapper."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         relevant = (*args, *kwargs.values())
@@ -105,7 +105,7 @@ def _known_to_tables(method: Callable) -> Callable:
 
 
 def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> Callable:
-    """``wrapper`` where results are narrow. ``native`` computes in float32 inside and rounds its result once."""
+    """Wrap ``wrapper`` to return narrow results in models that have them. ``native`` computes in float32 inside and rounds once."""
 
     def narrow(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -124,7 +124,7 @@ _ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
 
 
 def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
-    """``wrapper`` where casts are on, and where they are off what models/NOTES.md says: "Where the tables hold"."""
+    """Wrap ``wrapper``, for calls where casts are on; where they are off see "Where the tables hold" in models/NOTES.md."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
@@ -200,7 +200,7 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
 
 
 def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype; see Note [what is never cast]."""
+    """Wrap for LOWER_PRECISION_FP, BFLOAT16 or FP32: cast every floating argument to one dtype; see Note [what is never cast]."""
     cast_here = caster(kind, state, name)
     agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
@@ -233,13 +233,13 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
 
 
 def _into(out: Any, function: Callable, args: tuple, kwargs: dict, state: CastingState, name: str) -> Any:
-    """A call with ``out=``, whose arguments get the dtype of what they are written to."""
+    """Call ``function`` with ``out=``, and with arguments in the dtype of ``out``."""
     fit = _fitting(_dtype_of(out), state, name)
     return function(*map_tensors(args, fit), **map_tensors({**kwargs, "out": None}, fit) | {"out": out})
 
 
 def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """PROMOTE: all to the widest dtype, where torch would refuse the mixture."""
+    """Wrap for PROMOTE: cast all arguments to the widest dtype, where torch would refuse the mixture."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _has_dtype(args, kwargs):
@@ -255,7 +255,7 @@ def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: Cast
 
 
 def _contract(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """CONTRACTION: einsum is a matrix product, or only multiplies and moves elements."""
+    """Wrap for CONTRACTION: einsum is a matrix product, or only multiplies and moves elements."""
     lower = _one_dtype(CastKind.LOWER_PRECISION_FP, original, as_it_is, state, name)
     promoted = _promote(CastKind.PROMOTE, original, as_it_is, state, name)
 
@@ -266,45 +266,45 @@ def _contract(kind: CastKind, original: Callable, as_it_is: Callable, state: Cas
 
 
 def _sums_over_an_index(args: tuple) -> bool:
-    """Whether einsum of these leaves an index out of its result: of an equation, or of operands and lists of indices in turn."""
+    """Whether einsum sums over an index. ``args`` are an equation and operands, or operands and lists of indices in turn."""
     if args and isinstance(args[0], str):
         inputs, arrow, output = args[0].replace(" ", "").partition("->")
         indices, output = inputs.replace(",", "").replace("...", "."), output if arrow else None
     else:
         indices = [index for of_operand in args[1::2] for index in of_operand]
         output = args[-1] if len(args) % 2 else None
-    if output is None:  # those that stand there once; the ellipsis always stays
+    if output is None:  # the output has the indices that occur once, and the ellipsis
         return any(indices.count(index) > 1 for index in indices if index is not Ellipsis and index != ".")
     return any(index not in output for index in indices)
 
 
 def _match_first(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
+    """Wrap for MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not args:
             return original(*args, **kwargs)
-        first, *others = args
+        first, *rest = args
         dtype = getattr(first, "dtype", None)
         if dtype not in CASTABLE:
             return as_it_is(*args, **kwargs)
         fit = _fitting(dtype, state, name)
         # The tensors of these functions are arguments of their own; lists hold indices only.
-        others = [fit(x) if isinstance(x, Tensor) else x for x in others]
+        rest = [fit(x) if isinstance(x, Tensor) else x for x in rest]
         named = {key: fit(x) if isinstance(x, Tensor) else x for key, x in kwargs.items()}
-        return as_it_is(first, *others, **named)
+        return as_it_is(first, *rest, **named)
 
     return wrapper
 
 
 def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """FP32_WEIGHTS: batch norm, which takes float32 weights and statistics beside an input in any precision."""
+    """Wrap for FP32_WEIGHTS: batch norm, which takes float32 weights and statistics beside an input in any precision."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not state.stores:
             return original(*args, **kwargs)
         statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
-        # A copy would get what is written to them.
+        # Batch norm writes to them, and would write to a cast copy.
         if any(isinstance(x, Tensor) and x.dtype in LOWER_PRECISION for x in statistics):
             return original(*args, **kwargs)
         x = {"input": kwargs.pop("input")} if "input" in kwargs else {}
@@ -314,7 +314,7 @@ def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state:
 
 
 def _refuse(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """BANNED: functions that lose their meaning in lower precision. REJECT: in-place ones whose result may not fit into float16."""
+    """Wrap for BANNED, functions that lose their meaning in lower precision, or REJECT, in-place ones that may overflow float16."""
     in_place = kind is CastKind.REJECT
     refused = (torch.float16,) if in_place else LOWER_PRECISION
     advice = (
@@ -341,7 +341,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
-    """``wrapper`` of a recurrent layer, but for calls of cuDNN in float16, whose weights torch.autocast casts into one chunk.
+    """Wrap a recurrent layer: calls of cuDNN in float16 are left to torch.autocast, which casts their weights into one chunk.
 
     Casts that are made one by one lie apart: in every call torch copies them together, and warns. torch.autocast makes one chunk,
     but in float16 whatever its precision is (``_cudnn_rnn_cast_reflatten`` in torch's AutocastRNN.cpp).
@@ -357,7 +357,7 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
 
 
 def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """NATIVE, for functions that torch.autocast would cast."""
+    """Return torch's function without torch.autocast's casts, for NATIVE."""
     return as_it_is
 
 
@@ -376,7 +376,7 @@ _FACTORIES = {
 
 
 def _naming_out(wrapper: Callable, original: Callable) -> Callable:
-    """``wrapper`` for a function that takes ``out`` by position too, as ``torch.norm`` does: it knows the keyword only."""
+    """Wrap ``wrapper``, which knows ``out`` by keyword only, for a function that takes it by position too (``torch.norm``)."""
     if not isinstance(original, FunctionType):
         return wrapper
     names = original.__code__.co_varnames[: original.__code__.co_argcount]
@@ -399,7 +399,7 @@ def _target(kind: CastKind, state: CastingState) -> torch.dtype:
 
 
 def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
-    """The cast to ``dtype`` of a tensor on one of the session's devices; others are returned as they are."""
+    """The cast to ``dtype`` of a tensor on one of the session's devices; others are returned unchanged."""
     to_dtype = CONVERT[dtype]
     casts_on = state.casts_on
     elsewhere = torch.bfloat16 if name in _TO_NUMPY else None

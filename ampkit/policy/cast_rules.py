@@ -1,7 +1,7 @@
 """The vocabulary of the cast policy: kinds of rules, groups of rules, and how groups become rules.
 
 Nothing here touches torch beyond looking names up. The tables (`tables.py`) are written in `RuleGroup`s, the engine
-works on `CastRule`s, and `expand` is the pure step between them. What a user registers is a `CastRule` like any other.
+works on `CastRule`s, and `expand` is the pure step between them. A rule that a user registers is a `CastRule` like any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CastKind(enum.Enum):
     NATIVE = "left to torch, which promotes by itself; nothing is patched"
 
 
-# The tables are written in these.
+# Short names for the tables.
 LOWER, FP32, PROMOTE = CastKind.LOWER_PRECISION_FP, CastKind.FP32, CastKind.PROMOTE
 CONTRACTION, MATCH_FIRST, FP32_WEIGHTS = CastKind.CONTRACTION, CastKind.MATCH_FIRST, CastKind.FP32_WEIGHTS
 REJECT, BANNED, NATIVE = CastKind.REJECT, CastKind.BANNED, CastKind.NATIVE
@@ -43,13 +43,13 @@ SPECIAL = "torch.special"
 VF = "torch._VF"
 VISION = "torch.ops.torchvision"
 
-# What functions of torch.nn.functional that are written in Python call in torch, where it is not their own name.
+# Functions of torch that those of torch.nn.functional call, where the names differ.
 _OTHER_NAMES = {"grid_sample": "grid_sampler"}
 
 
 @dataclass(frozen=True)
 class RuleGroup:
-    """One row of a table: names that are treated alike, and why.
+    """A row of a table: names that are treated alike, and why.
 
     Several owners mean that each name is looked for in all of them: ``exp`` is a function of torch and a method of
     Tensor, and has to be found under both spellings. Functions of a ``package`` beside torch are patched where it is loaded.
@@ -70,7 +70,7 @@ class RuleGroup:
 
 @dataclass(frozen=True)
 class CastRule:
-    """One attribute of one object, and what is to happen to it."""
+    """An attribute of an object, and the treatment of its calls."""
 
     kind: CastKind
     owner: Any
@@ -106,7 +106,7 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
 def namesakes(rule: CastRule) -> list[tuple[Any, str]]:
     """Public names that a function of torch.nn.functional looks up when called: ``F.softmax`` calls ``Tensor.softmax``.
 
-    A user who registers the one means what it computes in, which a rule for the other would overrule.
+    A user who registers the one chooses the dtype it computes in, which a rule for the other would overrule.
     """
     if rule.owner is not resolve_owner(F):
         return []
@@ -126,13 +126,13 @@ def resolve_owner(path: str) -> Any | None:
     if path in _OF_TORCH:
         return _OF_TORCH[path]
     try:
-        found = pkgutil.resolve_name(path)
+        owner = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError):
         return None
     if path.partition(".")[0] == "torch":
-        _OF_TORCH[path] = found
-    return found
+        _OF_TORCH[path] = owner
+    return owner
 
 
-# What was found in torch, which stays where it is: each initialize asks for the same few some hundred times.
+# Objects of torch, which stay where they are: each initialize asks for the same few some hundred times.
 _OF_TORCH: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """`Policy`: which tables O1 follows, and what the caller has changed in them.
 
-What ``initialize(policy=)`` takes is made a `Policy` by `Policy.of`, which holds every check on it. The engine asks
-for the rules that come of it.
+`Policy.of` makes a `Policy` of the argument ``initialize(policy=)``, and checks it. The engine takes its rules from
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tables import tables_for
 AUTOCAST = "autocast"
 BASES = ("default", "apex", AUTOCAST, "autocast-cpu", "autocast-cuda")
 
-# What a row may be changed to.
+# The values that a row may be changed to.
 CHANGES = {
     "lower": CastKind.LOWER_PRECISION_FP,
     "bfloat16": CastKind.BFLOAT16,
@@ -112,7 +112,7 @@ class Policy:
 
 
 def _rule(path: Any, change: Any) -> CastRule:
-    """The changed row, checked."""
+    """Check a changed row, and return its rule."""
     if not isinstance(path, str):
         raise ConfigurationError(
             f"policy={{{path!r}: ...}}: a row is named by a string, the full name of its function: "
@@ -145,6 +145,6 @@ def _suggestion(path: str) -> str:
     return f" Did you mean {' or '.join(repr(name) for name in near[:3])}?" if near else ""
 
 
-def _refuse(what: str, value: Any, accepted: Iterable[str], advice: str = "") -> ConfigurationError:
+def _refuse(setting: str, value: Any, accepted: Iterable[str], advice: str = "") -> ConfigurationError:
     expected = ", ".join(repr(name) for name in accepted)
-    return ConfigurationError(f"{what}={value!r} is not accepted: expected one of {expected}.{advice}")
+    return ConfigurationError(f"{setting}={value!r} is not accepted: expected one of {expected}.{advice}")

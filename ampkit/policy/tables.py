@@ -2,7 +2,7 @@
 
 `APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where
 Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched.
-`TABLES` says which of them a policy is made of; a `Policy` (policy.py) is what reads it.
+`TABLES` says which of them a policy is made of; a `Policy` (policy.py) reads it.
 """
 
 from __future__ import annotations
