@@ -3,7 +3,7 @@
 ``ampkit.apex.install()`` makes them importable as ``apex``; ``python -m ampkit run script.py`` does it around a whole
 script. The modules here hold names, forward, and translate; what they forward to lives in the rooms of ampkit.
 
-What only scripts from before 2019 need lies in ``legacy/``. That folder is on this package's path: its modules are imported, and
+Modules that only scripts from before 2019 need lie in ``legacy/``. That folder is on this package's path: they are imported, and
 pickled, as ``ampkit.apex.fp16_utils`` and the like.
 """
 

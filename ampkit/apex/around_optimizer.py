@@ -1,4 +1,4 @@
-"""Wrappers of optimizers: what scripts read and write of the optimizer inside."""
+"""The base of optimizer wrappers, with the attributes that scripts read and write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class AroundOptimizer:
-    """``state`` and ``param_groups`` are those of the optimizer inside."""
+    """A wrapper of an optimizer, whose ``state`` and ``param_groups`` are those of the optimizer inside."""
 
     _inside = "optimizer"
 

@@ -1,6 +1,6 @@
-"""How ``import apex`` finds the drop-in: a finder on ``sys.meta_path``, from `install` to `uninstall`.
+"""The finder on ``sys.meta_path`` by which ``import apex`` finds the drop-in, from `install` to `uninstall`.
 
-`PROVIDED` is the table of what the drop-in answers to; submodules of a provided package are found by their own names.
+`PROVIDED` is the table of the drop-in's modules; submodules of a provided package are found by their own names.
 Each module exists once: ``apex.amp`` and ``ampkit.apex.amp`` are the same object. Nothing named apex is ever written to disk.
 """
 
@@ -87,11 +87,11 @@ def install(replace: bool = False, only_where_needed: bool = False) -> bool:
     """
     if is_installed():
         return True
-    found = _installed_apex()
-    if found is not None and only_where_needed:
+    installed = _installed_apex()
+    if installed is not None and only_where_needed:
         return False
-    if found is not None:
-        where, has_amp = found
+    if installed is not None:
+        where, has_amp = installed
         if has_amp and not replace:
             logger.warning(
                 "apex with apex.amp is installed at %s and stays in use. replace=True puts ampkit's in its place.",
@@ -124,7 +124,7 @@ def uninstall() -> None:
 
 @contextmanager
 def around(run: Run, is_child: bool) -> Iterator[None]:
-    """The drop-in while a script runs; a script that imported amp and never used it is told of at its end."""
+    """Install the drop-in while a script runs, and report at its end if the script imported amp and never used it."""
     installs, begun = not is_installed(), os.times()
     if installs:
         install(run.replace, only_where_needed=not run.needs_apex)
@@ -139,7 +139,7 @@ def around(run: Run, is_child: bool) -> Iterator[None]:
 
 
 def _tell_of_unused_amp(run: Run) -> None:
-    """A script that decides against amp trains in float32, and should not look as if it had been tried."""
+    """Report amp that was imported and not used: such a script trains in float32, and should not look as if amp had been tried."""
     amp = sys.modules.get("apex.amp")
     if amp is None or not is_rank_zero() or amp._amp_state.was_used:
         return
@@ -157,22 +157,22 @@ def is_installed() -> bool:
 
 
 def our_name(name: str) -> str | None:
-    """Our module for one of Apex's names, or None when the drop-in has no such module."""
+    """The name of ampkit's module for one of Apex's names, or None when the drop-in has no such module."""
     root, _, _ = name.partition(".")
     if root not in _ROOTS:
         return None
     longest = max((known for known in PROVIDED if name == known or name.startswith(known + ".")), key=len, default=None)
     if longest is None:
         return None
-    ours = PROVIDED[longest] + name.removeprefix(longest)
+    module_name = PROVIDED[longest] + name.removeprefix(longest)
     try:
-        return ours if importlib.util.find_spec(ours) is not None else None
-    except ModuleNotFoundError:  # its parent is no package of ours
+        return module_name if importlib.util.find_spec(module_name) is not None else None
+    except ModuleNotFoundError:  # its parent is no package of ampkit
         return None
 
 
 class _Finder:
-    """Finds the modules of the drop-in, and a distribution called apex for those who ask for its version."""
+    """A finder of the drop-in's modules, and of a distribution called apex for code that asks for its version."""
 
     def __init__(self) -> None:
         self.hidden: dict[str, types.ModuleType] = {}
@@ -185,9 +185,9 @@ class _Finder:
             spec = ModuleSpec(name, _ApexLoader(), origin=__file__, is_package=True)
             spec.submodule_search_locations = []
             return spec
-        ours = our_name(name)
-        if ours is not None:
-            return ModuleSpec(name, _AliasLoader(ours), origin=importlib.util.find_spec(ours).origin)
+        module_name = our_name(name)
+        if module_name is not None:
+            return ModuleSpec(name, _AliasLoader(module_name), origin=importlib.util.find_spec(module_name).origin)
         apex_name = name.removeprefix("ampkit.")
         # "from apex.contrib import xentropy" asks for ampkit.apex.contrib.xentropy, by the name that the package has.
         asked = name.partition(".")[0] in _ROOTS or (apex_name != name and _instead(apex_name) is not None)
@@ -202,7 +202,7 @@ class _Finder:
 
 
 class _ApexLoader:
-    """Makes the module ``apex``."""
+    """The loader of the module ``apex``."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return _Apex(spec.name, "ampkit's drop-in for Apex: docs/migrating.md says what it provides.")
@@ -214,10 +214,10 @@ class _ApexLoader:
 
 
 class _AliasLoader:
-    """Loads a module of ours, ``name``, and gives that very object out under Apex's name."""
+    """A loader of ampkit's module ``name``, which returns that very object under Apex's name."""
 
-    def __init__(self, ours: str) -> None:
-        self.name = ours
+    def __init__(self, module_name: str) -> None:
+        self.name = module_name
         self._own_spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
@@ -227,7 +227,7 @@ class _AliasLoader:
 
     def exec_module(self, module: types.ModuleType) -> None:
         alias = module.__spec__.name
-        module.__spec__ = self._own_spec  # the import system has put its own in, and relative imports need ours
+        module.__spec__ = self._own_spec  # the import system has set another, and relative imports need this one
         # Submodules are there already. Imported anew, they would be set on the package, over what it has under their names:
         # apex.amp._amp_state is an object.
         for name, loaded in list(sys.modules.items()):
@@ -235,12 +235,12 @@ class _AliasLoader:
                 sys.modules[alias + name.removeprefix(self.name)] = loaded
 
     def get_code(self, name: str) -> Any:
-        """For ``python -m`` on one of Apex's names."""
+        """Return the code of the module, for ``python -m`` on one of Apex's names."""
         return importlib.util.find_spec(self.name).loader.get_code(self.name)
 
 
 class _Apex(types.ModuleType):
-    """``apex``: its submodules are imported when first touched."""
+    """The module ``apex``, whose submodules are imported at their first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name in IMPORTED_BY_APEX and our_name(f"apex.{name}") is not None:
@@ -256,7 +256,7 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata.version("apex")`` finds."""
+    """The distribution that ``importlib.metadata.version("apex")`` finds."""
 
     def read_text(self, filename: str) -> str | None:
         return _METADATA.get(filename)
@@ -274,8 +274,8 @@ _finder = _Finder()
 
 
 def _instead(name: str) -> str | None:
-    """What `INSTEAD` has for a module, or for the package that it is in."""
-    known = [one for one in INSTEAD if name == one or name.startswith(one + ".")]
+    """The entry of `INSTEAD` for a module, or for the package that it is in."""
+    known = [x for x in INSTEAD if name == x or name.startswith(x + ".")]
     return INSTEAD[max(known, key=len)] if known else None
 
 
@@ -309,7 +309,7 @@ def _has_fallback(node: ast.Try, line: int) -> bool:
     """Whether this line stands in the ``try``, and a handler of import errors goes on: it neither raises nor exits."""
     ends = re.compile(r"\braise\b|\b_?exit\(|\bquit\(")
     return node.body[0].lineno <= line <= node.body[-1].end_lineno and any(
-        _takes_import_errors(one) and not ends.search(ast.unparse(one)) for one in node.handlers
+        _takes_import_errors(handler) and not ends.search(ast.unparse(handler)) for handler in node.handlers
     )
 
 
@@ -321,7 +321,7 @@ def _takes_import_errors(handler: ast.ExceptHandler) -> bool:
 
 
 def _only_looking() -> bool:
-    """Whether ``importlib.util.find_spec`` asks, which expects None, and not an import, which should say what is wrong."""
+    """Whether the caller is ``importlib.util.find_spec``, which expects None, and not an import, which needs an error."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_find_and_load_unlocked":
         if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
@@ -337,7 +337,7 @@ def _take_modules() -> dict[str, types.ModuleType]:
 
 
 def _installed_apex() -> tuple[str, bool] | None:
-    """Where the apex is that would be imported, and whether it has amp; None without one. It is not imported for that."""
+    """The place of the apex that would be imported, and whether it has amp; None without one. Apex is not imported for that."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module that was put into sys.modules by hand, without a spec

@@ -89,7 +89,7 @@ def past_the_getter() -> Iterator[None]:
 
 
 class RowsOfTable(torch.autograd.Function):
-    """The autograd function ``embedding(table, indices, padding_index)``, which makes no narrow gradient of the table in float32."""
+    """Autograd function ``embedding(table, indices, padding_index)``, which makes no narrow gradient of the table in float32."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The state that scripts read and write: ``amp._amp_state`` and what hangs on it.
+"""The state that scripts read and write, ``amp._amp_state``, and functions that read it.
 
 Every attribute exists from the import of ``apex.amp`` on. ``opt_properties``, ``handle`` and ``loss_scalers`` are those of the
-newest ``amp.initialize``, as in Apex; what they say is asked of its session, and what is written to them reaches it.
+newest ``amp.initialize``, as in Apex; they read and write the state of its session.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...logs import is_rank_zero
 
 
 class AmpState:
-    """One per process. See `ampkit.apex.amp.frontend.initialize`, which fills it."""
+    """The state of the drop-in, one per process, filled by `ampkit.apex.amp.frontend.initialize`."""
 
     def __init__(self) -> None:
         self.hard_override = False
@@ -26,11 +26,11 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.loss_scalers: list[Any] = []
-        # frontend.py and handle.py, which import this module, put what holds before initialize.
+        # frontend.py and handle.py, which import this module, set the values before initialize.
         self.opt_properties: Any = None
         self.opt_properties_before_initialize: Any = None
         self.handle: Any = None
-        # Until their _deactivate(): a script need not keep the handle of amp.init().
+        # Held until their _deactivate(): a script need not keep the handle of amp.init().
         self._opened_by_init: list[Any] = []
         self.init_was_called = False
 
@@ -54,7 +54,7 @@ _amp_state = AmpState()
 
 
 def warn_or_err(message: str) -> None:
-    """An error, or with ``_amp_state.hard_override`` a printed warning."""
+    """Raise `ConfigurationError`, or with ``_amp_state.hard_override`` print a warning."""
     if not _amp_state.hard_override:
         raise ConfigurationError(message)
     print("Warning:  " + message)

@@ -42,7 +42,7 @@ def open_session(
     cast_model_outputs: torch.dtype | None = None,
     ignoring: set[str] = frozenset(),
 ) -> Any:
-    """What ``amp.initialize`` returns, after its options were settled."""
+    """Open the session of an ``amp.initialize`` with these options, and return what that returns."""
     _printing.attach()
     if not properties.enabled:
         with _printing.only_warnings():
@@ -92,7 +92,7 @@ def open_session(
 
 
 def show(session: Session, properties: Any, num_losses: int | None = None) -> None:
-    """Make a session the one that ``_amp_state`` shows, and dress its optimizers as Apex's were."""
+    """Show a session in ``_amp_state``, and give its optimizers the attributes that Apex's had."""
     _amp_state.opt_properties = properties
     _amp_state.loss_scalers = [LossScaler.of(scaler) for scaler in session.scalers[:num_losses]]
     if session.casting is not None:
@@ -106,24 +106,24 @@ def show(session: Session, properties: Any, num_losses: int | None = None) -> No
 
 
 def check_models(models: Any) -> None:
-    """Raises for models that ``initialize`` would refuse."""
+    """Raise for models that ``initialize`` would refuse."""
     _refuse_wrapped(models)
     validation.models(models)
 
 
 def check_optimizers(optimizers: Any) -> None:
-    """Raises for optimizers that ``initialize`` would refuse."""
+    """Raise for optimizers that ``initialize`` would refuse."""
     _refuse_fp16_optimizers(optimizers)
     validation.optimizers(optimizers)
 
 
 def to_type(dtype: torch.dtype, tensor: Any) -> Any:
-    """``tensor``, cast if it is floating-point."""
+    """Cast ``tensor`` to ``dtype`` if it is floating-point."""
     return cast_floating(tensor, dtype)
 
 
 def applier(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """``fn`` on every floating-point tensor in ``value``, however nested."""
+    """Apply ``fn`` to every floating-point tensor in ``value``, however nested."""
     return map_tensors(value, lambda tensor: fn(tensor) if tensor.dtype in CASTABLE else tensor)
 
 
@@ -145,7 +145,7 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _end_casts_of_other_kinds(lower_precision: torch.dtype) -> None:
-    """Torch can be patched in one way at a time: the newest ``initialize`` decides, as it did in Apex."""
+    """End casts by other tables or dtypes: torch can be patched in one way at a time, and as in Apex the newest call decides."""
     casting = active_casting()
     if casting is None or (casting.lower_precision is lower_precision and casting.policy == Policy("apex")):
         return

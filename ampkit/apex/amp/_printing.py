@@ -1,6 +1,6 @@
-"""The core logs, Apex printed: while the drop-in is in use, lines of the core go to standard output as Apex's did.
+"""A handler that prints the core's log lines while the drop-in is in use, since Apex printed its lines to standard output.
 
-On every rank, as Apex printed overflows; nothing below ``_amp_state.verbosity`` 1, except that warnings then go to standard
+It prints on every rank, as Apex did overflows; nothing below ``_amp_state.verbosity`` 1, except that warnings then go to standard
 error. The core's own banner is kept silent, since the drop-in prints Apex's.
 """
 
@@ -22,7 +22,7 @@ class _Printer(logging.Handler):
         self.before: tuple[int, bool] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Once, whoever logs: of the handlers above, those that write to the terminal too are left out.
+        # Each line once: handlers above that write to the terminal too are left out.
         for handler in handlers_above() if self.before[1] else ():
             if record.levelno >= handler.level and not is_of_terminal(handler, record):
                 handler.handle(record)
@@ -48,7 +48,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Leave them to the handlers of the logger."""
+    """Leave the core's lines to the handlers of the logger again."""
     if _printer in logger.handlers:
         logger.removeHandler(_printer)
         level, logger.propagate = _printer.before
@@ -57,7 +57,7 @@ def detach() -> None:
 
 @contextmanager
 def only_warnings() -> Iterator[None]:
-    """Inside, nothing below a warning is printed."""
+    """Print nothing below a warning inside."""
     _printer.silent_below = logging.WARNING
     try:
         yield

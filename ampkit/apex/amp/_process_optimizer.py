@@ -1,7 +1,7 @@
-"""What scripts expect on an optimizer after ``amp.initialize``: ``_amp_stash``, and the underscored methods.
+"""Attributes that scripts expect on an optimizer after ``amp.initialize``: ``_amp_stash``, and the underscored methods.
 
-`dress` puts them there until the session closes. They look at and act on the optimizer's wrapper in the core; masters
-exist from ``initialize`` on, so what Apex made lazily is there already.
+`dress` puts them there until the session closes. They read and change the optimizer's wrapper in the core; masters
+exist from ``initialize`` on, where Apex made them lazily.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def dress(optimizer: Any, session: Session) -> None:
     vars(optimizer)["_amp_stash"] = AmpOptimizerState(optimizer)
     for method in _METHODS:
         vars(optimizer)[method.__name__] = types.MethodType(method, optimizer)
-    # Weakly: what the session held would never be collected.
+    # Weakly: an optimizer that the session held would never be collected.
     session.on_close(_undress, weakref.ref(optimizer))
 
 
@@ -41,51 +41,51 @@ def _undress(ref: weakref.ref) -> None:
 
 
 def warn_of_replaced_methods(optimizer: Any) -> None:
-    """Say once that what a script has put in the place of the methods around a backward pass is not called."""
+    """Warn once that a script's replacements of the methods around a backward pass are not called."""
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState) or stash.has_warned:
         return
-    for own in (_prepare_amp_backward, _post_amp_backward):
-        if getattr(vars(optimizer).get(own.__name__), "__func__", None) is not own:
+    for method in (_prepare_amp_backward, _post_amp_backward):
+        if getattr(vars(optimizer).get(method.__name__), "__func__", None) is not method:
             stash.has_warned = True
             logger.warning(
                 "optimizer.%s was replaced by the script. scale_loss sets gradients aside and unscales them itself and does not "
                 "call it; a loop that calls it is followed.",
-                own.__name__,
+                method.__name__,
             )
 
 
 def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
-    """Masters are made by ``initialize``: there is nothing left to do."""
+    """Do nothing: ``initialize`` has made the masters."""
 
 
 def _amp_lazy_init(optimizer: Any) -> None:
-    """As `_lazy_init_maybe_master_weights`, which Apex called from here."""
+    """Call `_lazy_init_maybe_master_weights`, as Apex did."""
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
 
 
 def _prepare_amp_backward(optimizer: Any) -> None:
-    """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
+    """Set present gradients aside before a backward pass, so that fresh ones arrive unmixed."""
     wrapper = _wrapper(optimizer)
     wrapper.settle(finishes=False)
     wrapper.gradients.open(wrapper.gradients.scale if wrapper.gradients.state is State.WAITING else 1.0)
 
 
 def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
-    """After it: unscale the fresh gradients by ``scaler``, which notes what is not finite, and add those set aside."""
+    """Unscale the fresh gradients by ``scaler``, which notes an overflow, and add those set aside before the backward pass."""
     wrapper = _wrapper(optimizer)
     slot = next(iter(wrapper.gradients.slots), None)
     scale = scaler.loss_scale()
     needs_check = scaler.dynamic or scale != 1.0
     needs_check = needs_check and slot is not None
-    found = FoundInf(scaler.flag_on(slot.param.device)) if needs_check else None
-    wrapper.gradients.collect(BackwardPass(scale), found)
+    finding = FoundInf(scaler.flag_on(slot.param.device)) if needs_check else None
+    wrapper.gradients.collect(BackwardPass(scale), finding)
     wrapper.hand_gradients()
 
 
 def _master_params_to_model_params(optimizer: Any) -> None:
-    """Take over what was written to masters, by whatever way."""
+    """Copy values that were written to masters, in any way, into the model."""
     _wrapper(optimizer).settle(finishes=False)
 
 
@@ -99,7 +99,7 @@ _METHODS = (
 
 
 class AmpOptimizerState:
-    """``optimizer._amp_stash``: the optimizer's parameters by kind, as they are at the moment, and Apex's flags.
+    """The stash ``optimizer._amp_stash``: the optimizer's current parameters by kind, and Apex's flags.
 
     With master weights: ``fp16_groups``, ``fp32_from_fp16_groups``, ``fp32_from_fp32_groups`` and the same flat as
     ``all_fp16_params``, ``all_fp32_from_fp16_params``, ``all_fp32_from_fp32_params``; without: ``all_fp16_params`` and
@@ -117,7 +117,7 @@ class AmpOptimizerState:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether scaled gradients wait in ``.grad`` (``delay_unscale=True``). May be set by those who write their own loop."""
+        """Whether scaled gradients wait in ``.grad`` (``delay_unscale=True``). A script with its own loop may set it."""
         return self._gradients.state is State.WAITING
 
     @params_have_scaled_gradients.setter
@@ -132,13 +132,13 @@ class AmpOptimizerState:
         views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else self._views()
         if name not in views:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        wanted, what, by_groups = views[name]
-        what = what or self._master()
+        wanted, value_of, by_groups = views[name]
+        value_of = value_of or self._master()
         slots = {slot.param: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
         if not by_groups:
-            return [what(slot) for slot in slots.values()]
+            return [value_of(slot) for slot in slots.values()]
         groups = self._optimizer().param_groups
-        return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
+        return [[value_of(slots[param]) for param in group["params"] if param in slots] for group in groups]
 
     def _views(self) -> dict[str, Any]:
         return _WITH_MASTERS if session_of(self._optimizer()).plan.master_weights else _WITHOUT_MASTERS
@@ -148,7 +148,7 @@ class AmpOptimizerState:
         return _wrapper(self._optimizer()).gradients
 
     def _master(self) -> Callable[[Slot], torch.Tensor]:
-        """What gives the master of a slot: a float32 copy that is kept current while the script holds it."""
+        """Return a function from a slot to its master, a float32 copy that stays current while the script holds it."""
         params = (param for group in self._optimizer().param_groups for param in group["params"])
         masters = dict(zip(params, _wrapper(self._optimizer()).master_params()))
         return lambda slot: masters[slot.param]
@@ -167,7 +167,7 @@ def _not(wanted: Callable[[Slot], bool]) -> Callable[[Slot], bool]:
 
 
 _PARAM, _STASH = attrgetter("param"), attrgetter("stash")
-#: The lists of a stash by name: which slots, what of them (None: the masters), and whether by groups. With masters, and without.
+#: The lists of a stash by name: which slots, the value of each (None: the master), and if by groups. With masters, without.
 _WITH_MASTERS = {
     "fp16_groups": (_has_master, _PARAM, True),
     "fp32_from_fp16_groups": (_has_master, None, True),

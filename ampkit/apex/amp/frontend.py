@@ -1,6 +1,6 @@
 """``apex.amp.frontend``: `initialize` with Apex's signature, its options object and its printed banner.
 
-The settings are checked by the core (`ampkit.plan`); here stand Apex's names for them, and Apex's defaults where they
+The settings are checked by the core (`ampkit.plan`); this module has Apex's names for them, and Apex's defaults where they
 differ: float16 everywhere unless ``AMPKIT_LOWER_PRECISION`` says otherwise, and Apex's tables at O1.
 """
 
@@ -102,7 +102,7 @@ O0, O1, O2, O3, O4 = (type(name, (_Level,), {"name": name}) for name in ("O0", "
 
 
 class O5(_Level):
-    """As in ROCm's Apex: the model is cast, which ampkit's own O5 does not do."""
+    """The O5 of ROCm's Apex, which casts the model; ampkit's own O5 does not."""
 
     name = "O5"
     brief = "O5: bfloat16 model with float32 norms and master weights, no loss scale"
@@ -166,9 +166,9 @@ def initialize(
         "loss_scale": loss_scale,
     }
     maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    refused = {name for name, value in given.items() if not _accepts(opt_level, name, value)}
-    for name, value in given.items():
+    user_overrides = {name: value for name, value in overrides.items() if value is not None}
+    refused = {name for name, value in user_overrides.items() if not _accepts(opt_level, name, value)}
+    for name, value in user_overrides.items():
         setattr(properties, name, value)
     maybe_print("After processing overrides, optimization options are:", True)
     _print_options(properties, shows_type)
@@ -184,7 +184,7 @@ def initialize(
 
 
 def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
-    """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, for the loss scalers of the newest ``initialize``."""
+    """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, the scalers of the newest ``initialize``."""
     destination = OrderedDict() if destination is None else destination
     for session in live_sessions:
         session.scaling.synchronize()
@@ -199,13 +199,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _scalers() -> list[LossScaler] | None:
-    """What stands behind ``_amp_state.loss_scalers``; None where the newest ``initialize`` was disabled."""
+    """The core's scalers of ``_amp_state.loss_scalers``; None where the newest ``initialize`` was disabled."""
     scalers = _amp_state.loss_scalers
     return None if scalers and not _amp_state.is_enabled else [scaler.core for scaler in scalers]
 
 
 def _checked(level: str | None, name: str, value: Any) -> Any:
-    """The value as Apex's options hold it; raises what the core thinks of it."""
+    """Return the value as Apex's options hold it; raise where the core refuses it."""
     if name == "loss_scale":
         value = value if value == "dynamic" or isinstance(value, DynamicLossScale) else float(value)
     if level is None or name in ("enabled", "opt_level") or value is None:

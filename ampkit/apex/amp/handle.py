@@ -35,7 +35,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Any]:
-    """Apex's ``amp.scale_loss``: see `ampkit.scale_loss`.
+    """Scale a loss, as Apex's ``amp.scale_loss`` does; see `ampkit.scale_loss`.
 
     ``optimizers`` may come from several ``initialize`` calls, and may be wrapped (``.optim`` or ``.optimizer``) since.
     ``loss_id`` is a place in ``_amp_state.loss_scalers``, which the newest ``initialize`` made for all of them. Without
@@ -44,24 +44,24 @@ def scale_loss(
     if _amp_state.is_switched_off:
         yield loss
         return
-    found = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
-    sessions = [session_of(optimizer) for optimizer in found]
-    if not found and _amp_state.is_enabled:
+    unwrapped = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
+    sessions = [session_of(optimizer) for optimizer in unwrapped]
+    if not unwrapped and _amp_state.is_enabled:
         yield loss.float() * _scaler(loss_id).loss_scale
         return
-    ours = bool(sessions) and all(session is not None and session.plan.enabled for session in sessions)
-    if not ours or not _amp_state.is_enabled or not isinstance(loss, torch.Tensor):
+    all_enabled = bool(sessions) and all(session is not None and session.plan.enabled for session in sessions)
+    if not all_enabled or not _amp_state.is_enabled or not isinstance(loss, torch.Tensor):
         # The core says what is wrong, or yields the loss.
-        with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:
+        with api.scale_loss(loss, unwrapped, loss_id, model, delay_unscale, delay_overflow_check) as scaled:
             yield scaled
         return
-    for one in _amp_state.loss_scalers:
-        one.forget_iteration()
-    for optimizer in found:
+    for loss_scaler in _amp_state.loss_scalers:
+        loss_scaler.forget_iteration()
+    for optimizer in unwrapped:
         warn_of_replaced_methods(optimizer)
     core, scaler = _scaler(loss_id), _amp_state.loss_scalers[loss_id]
     script_judges = scaler.is_changed_by_the_script and not delay_unscale
-    wrappers = [wrapper_of(optimizer) for optimizer in found]
+    wrappers = [wrapper_of(optimizer) for optimizer in unwrapped]
     if not delay_unscale:
         drop_casts()  # `init` keeps all of them
     with sessions[0].block(loss, wrappers, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
@@ -69,7 +69,7 @@ def scale_loss(
     if not delay_unscale:
         scaler.end_block()
     if script_judges:
-        _judge_as_the_script_does(scaler, loss_id, found, delay_overflow_check)
+        _judge_as_the_script_does(scaler, loss_id, unwrapped, delay_overflow_check)
 
 
 class AmpHandle:
@@ -108,14 +108,14 @@ class AmpHandle:
         return self._casting.disabled() if self._casting is not None else nullcontext()
 
     def _deactivate(self) -> None:
-        """Give torch its functions back. Loss scaling goes on."""
+        """Restore torch's functions. Loss scaling goes on."""
         while self._saved_functions:
             utils.set_func(*self._saved_functions.pop())
         self._unwrapped.clear()
         casting, self._casting = self._casting, None
         if casting is None:
             return
-        for session in [one for one in live_sessions if one.casting is casting]:
+        for session in [live for live in live_sessions if live.casting is casting]:
             session.stop_casting()
         self._anchor = None
         if self in _amp_state._opened_by_init:
@@ -142,11 +142,11 @@ class AmpHandle:
         return self._verbose
 
     def _save_func(self, mod: Any, fn: str, func: Callable) -> None:
-        """Have ``_deactivate`` write ``func`` back to ``mod.fn``."""
+        """Register ``func``, for ``_deactivate`` to write back to ``mod.fn``."""
         self._saved_functions.append((mod, fn, func))
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An `OptimWrapper`, whose ``scale_loss`` has one loss scaler for each of ``num_loss`` losses."""
+        """Return an `OptimWrapper`, whose ``scale_loss`` has one loss scaler for each of ``num_loss`` losses."""
         self._default_scaler = None
         wrapper = OptimWrapper(optimizer, self, num_loss)
         self._all_wrappers.append(wrapper)
@@ -154,7 +154,7 @@ class AmpHandle:
 
     @contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
-        """For an optimizer that was not wrapped: all its losses share one loss scale, and its own ``step()`` skips."""
+        """Scale a loss of an optimizer that was not wrapped: all its losses share one loss scale, and its own ``step()`` skips."""
         wrapper = optimizer if isinstance(optimizer, OptimWrapper) else self._unwrapped.get(id(optimizer))
         if wrapper is None:
             wrapper = OptimWrapper(optimizer, self, 1, self._default_scaler or "dynamic")
@@ -183,7 +183,7 @@ _amp_state.handle = NoOpHandle()
 
 
 def _initialized(optimizer: Any) -> Any:
-    """The optimizer, or the one inside it that went through ``initialize``: schedulers, LARC and trainers wrap them."""
+    """The optimizer, or the initialized optimizer inside of it: schedulers, LARC and trainers wrap them."""
     inner, depth = optimizer, 0
     while inner is not None and session_of(inner) is None and depth < 5:
         attributes = getattr(inner, "__dict__", {})
@@ -198,7 +198,7 @@ def _judge_as_the_script_does(
     """End an iteration with the methods that a script has put in the place of LossScaler's: they may ask other processes."""
     overflowed = scaler._has_overflow
     if scaler.unscales_as_the_script_does:
-        # Unscaled they are: by 1.0 the script's method looks at them, and does what else it does.
+        # They are unscaled already: the script's method gets the scale 1.0, to check them and do its other work.
         gradients = [p.grad for optimizer in optimizers for p in api.master_params(optimizer) if p.grad is not None]
         scaler.clear_overflow_state()
         scaler.unscale(gradients, gradients, scaler.loss_scale(), models_are_masters=False, scale_override=1.0)
@@ -210,7 +210,7 @@ def _judge_as_the_script_does(
     scaler.end_iteration()
     if not skips:
         return
-    if not scaler.core.report(wait=True):  # it has not moved: the script has a rule of its own
+    if not scaler.core.report(wait=True):  # the scale has not moved: the script has a rule of its own
         logger.info(
             "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scaler.loss_scale()
         )
@@ -222,7 +222,7 @@ def _judge_as_the_script_does(
 
 
 def _scaler(loss_id: int) -> CoreScaler:
-    """What stands behind ``_amp_state.loss_scalers[loss_id]``."""
+    """The core's scaler of ``_amp_state.loss_scalers[loss_id]``."""
     scalers = _amp_state.loss_scalers
     try:
         return scalers[loss_id].core

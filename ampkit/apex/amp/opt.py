@@ -64,7 +64,7 @@ class OptimWrapper:
         return self._optimizer.step()
 
     def begin_iteration(self) -> None:
-        """The next loss is the first one again."""
+        """Start an iteration: the next loss is the first one again."""
         self._loss_idx = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -74,4 +74,4 @@ class OptimWrapper:
 
 
 class _NoClosures(ClosureError, NotImplementedError):
-    """Apex raised NotImplementedError here, and RuntimeError elsewhere."""
+    """The error for a closure: Apex raised NotImplementedError here, and RuntimeError elsewhere."""

@@ -11,4 +11,4 @@ def has_old_rnns() -> bool:
 
 
 def whitelist_rnn_cells(handle: Any, verbose: bool) -> None:
-    """The core has cast them already."""
+    """Do nothing: the core's tables cast these cells."""

@@ -1,7 +1,7 @@
 """``LossScaler``: Apex's class, constructor and methods, over a loss scaler of the core, ``core``.
 
-Those in ``_amp_state.loss_scalers`` stand for the scalers that the newest ``amp.initialize`` made: `amp.scale_loss` uses what
-is in that list, for every optimizer. What is written to ``_loss_scale`` is used from the next iteration on.
+The scalers in ``_amp_state.loss_scalers`` are those that the newest ``amp.initialize`` made: `amp.scale_loss` uses that list
+for every optimizer. A value written to ``_loss_scale`` is used from the next iteration on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...iteration.loss_scale import LossScaler as CoreScaler
 class LossScaler:
     """A loss scale, static or ``"dynamic"``, with the gradients' flag of overflow.
 
-    Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device where a verdict is still out.
+    Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device where the check of gradients is still running.
     """
 
     warned_no_fused_kernel = True
@@ -51,7 +51,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> LossScaler:
-        """The face of a session's loss scaler."""
+        """Wrap a session's loss scaler."""
         face = cls.__new__(cls)
         face._reset(scaler)
         return face
@@ -63,22 +63,22 @@ class LossScaler:
         self._end_by_hand()
 
     def forget_iteration(self) -> None:
-        """``amp.scale_loss`` runs the iterations again: nothing of one that was run by hand is left."""
+        """Forget an iteration that the script ran by hand, since ``amp.scale_loss`` runs the iterations again."""
         self._end_by_hand()
         if self._noop_buffer is not None:
             self._noop_buffer.zero_()
 
     def end_block(self) -> None:
-        """``amp.scale_loss`` has looked at gradients. What it found is in the script's buffer now, and not when that is next read:
+        """Copy the overflow flag of ``amp.scale_loss`` to the script's buffer at once, and not at its next read.
 
-        scripts write to it in between, and ask ``update_scale`` to judge by what they wrote.
+        Scripts write to the buffer in between, and ask ``update_scale`` to judge by what they wrote.
         """
         if self._has_buffer_of_the_script:
             self._noop_buffer.fill_(self._has_overflow)
             self._runs_by_hand = self.core.delayed_check is not None
 
     def end_iteration(self) -> None:
-        """What was found has been judged here: no later block, and no step, does it again."""
+        """End an iteration whose overflow was judged here: no later block, and no step, judges it again."""
         self._end_by_hand()
         if self.core.delayed_check is not None:
             self.core.delayed_check.flag.zero_()
@@ -90,7 +90,7 @@ class LossScaler:
 
     @property
     def is_changed_by_the_script(self) -> bool:
-        """Whether it is of a subclass, or has methods, by which a script judges or unscales gradients in another way."""
+        """Whether a script's subclass or methods judge or unscale gradients in another way."""
         return self.unscales_as_the_script_does or self._has_changed("update_scale")
 
     @property
@@ -132,7 +132,7 @@ class LossScaler:
         if bool(value) != self.core.dynamic:
             self.core.synchronize()
             self.core.dynamic = bool(value)
-            self._loss_scale = self._loss_scale  # as one that was set by hand
+            self._loss_scale = self._loss_scale  # as if the script had set it
 
     @property
     def _has_overflow(self) -> bool:
@@ -150,9 +150,9 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
-        """The flag as an int tensor, for those who hand it to ``multi_tensor_applier``: 1 where an overflow was found so far.
+        """The flag as an int tensor, for use with ``multi_tensor_applier``: 1 after an overflow in this iteration.
 
-        Another tensor may be put in its place, and then says alone what was found.
+        A script may replace the tensor, which then alone holds the flag.
         """
         if self._noop_buffer is None:
             default = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -197,10 +197,10 @@ class LossScaler:
     def _scale_seq_len(self, value: int) -> None:
         self.core.change_rule(replace(self.core.rule, growth_interval=int(value)))
 
-    # What those call who write their own scale_loss
+    # For scripts that write their own scale_loss
 
     def clear_overflow_state(self) -> None:
-        """Before gradients are unscaled: an iteration begins, without overflow so far."""
+        """Begin an iteration without overflow, before gradients are unscaled."""
         self.core.synchronize()
         self._runs_by_hand = True
         self._flag = None
@@ -215,7 +215,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """``master_grads = model_grads / scale``, noting what is not finite."""
+        """Write ``master_grads = model_grads / scale``, and note gradients that are not finite."""
         scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
@@ -230,7 +230,7 @@ class LossScaler:
         master_grads: Sequence[torch.Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """``master_grads = model_grads / scale + stashed_master_grads``, noting what is not finite in ``model_grads``."""
+        """Write ``master_grads = model_grads / scale + stashed_master_grads``, and note ``model_grads`` that are not finite."""
         have, stashed_have, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
         if model_grads:
             lists = list(model_grads), list(stashed_master_grads), list(master_grads)
@@ -241,9 +241,9 @@ class LossScaler:
     unscale_with_stashed_python = unscale_with_stashed
 
     def update_scale(self) -> bool:
-        """End an iteration: move the scale, and say whether the step has to be skipped.
+        """End an iteration: move the scale, and return whether the step has to be skipped.
 
-        After ``amp.scale_loss``, which has ended the iteration itself, it only says what was found; not so after
+        After ``amp.scale_loss``, which has ended the iteration itself, it only returns the flag; not so after
         ``delay_overflow_check=True``, which leaves it to the caller here to judge and to skip.
         """
         overflowed, has_ended = self._has_overflow, not self._runs_by_hand and self.core.delayed_check is None

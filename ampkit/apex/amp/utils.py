@@ -46,7 +46,7 @@ def type_string(x: torch.Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x`` in the lower precision."""
+    """Cast the floating-point tensors of ``x`` to the lower precision."""
     return cast_floating(x, default_lower_precision("cuda"))
 
 
@@ -55,12 +55,12 @@ def maybe_bfloat16(x: Any, name: str = "", verbose: bool = False) -> Any:
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """``x``, float32 where it was in lower precision."""
+    """Cast the lower-precision tensors of ``x`` to float32."""
     return map_tensors(x, lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
 
 
 def casted_args(cast_fn: Callable, args: tuple, kwargs: dict) -> list:
-    """The positional arguments after ``cast_fn``; keyword arguments are edited in place, as Apex did."""
+    """Return the positional arguments cast by ``cast_fn``; keyword arguments are edited in place, as in Apex."""
     kwargs.update({key: map_tensors(value, cast_fn) for key, value in kwargs.items()})
     return [map_tensors(value, cast_fn) for value in args]
 
@@ -95,6 +95,6 @@ def set_func(mod: Any, fn: str, new_fn: Any) -> None:
 
 
 def set_func_save(handle: Any, mod: Any, fn: str, new_fn: Any) -> None:
-    """As `set_func`, until ``handle._deactivate()``."""
+    """Call `set_func`, to be undone by ``handle._deactivate()``."""
     handle._save_func(mod, fn, get_func(mod, fn))
     set_func(mod, fn, new_fn)

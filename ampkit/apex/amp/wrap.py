@@ -1,4 +1,4 @@
-"""``apex.amp.wrap``: puts a cast around one function, until the casts of the handle end.
+"""``apex.amp.wrap``: casts around single functions, until the casts of the handle end.
 
 In Apex each of these wrote a wrapper of its own; here each names the rule, and the engine of the core wraps.
 """
@@ -20,7 +20,7 @@ _KIND_OF_CAST = {
 
 
 def make_cast_wrapper(orig_fn: Callable, cast_fn: Callable, handle: Any, try_caching: bool = False) -> Callable:
-    """``orig_fn`` with its tensors through ``cast_fn`` while ``handle`` is active."""
+    """Wrap ``orig_fn`` to cast its tensors by ``cast_fn`` while ``handle`` is active."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle.is_active():
@@ -33,7 +33,7 @@ def make_cast_wrapper(orig_fn: Callable, cast_fn: Callable, handle: Any, try_cac
 def cached_cast(
     mod: Any, fn: str, cast_fn: Callable, handle: Any, try_caching: bool = False, verbose: bool = False
 ) -> None:
-    """Have ``mod.fn`` called with tensors cast by `utils.maybe_half`, `utils.maybe_float` or another function."""
+    """Cast the tensors given to ``mod.fn`` by `utils.maybe_half`, `utils.maybe_float` or another function."""
     if cast_fn in _KIND_OF_CAST:
         _register(_KIND_OF_CAST[cast_fn], mod, fn)
     elif utils.has_func(mod, fn):
@@ -41,17 +41,17 @@ def cached_cast(
 
 
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Have ``mod.fn`` called with all tensors in the widest type among them."""
+    """Cast all tensors given to ``mod.fn`` to the widest type among them."""
     _register(CastKind.PROMOTE, mod, fn)
 
 
 def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """The same for the tensors of a sequence."""
+    """Cast the tensors in a sequence given to ``mod.fn`` to the widest type among them."""
     _register(CastKind.PROMOTE, mod, fn)
 
 
 def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Have ``mod.fn`` called with the other tensors in the type of the first."""
+    """Cast the other tensors given to ``mod.fn`` to the type of the first."""
     _register(CastKind.MATCH_FIRST, mod, fn)
 
 

@@ -1,7 +1,7 @@
 """``amp_C``: Apex's multi-tensor functions, with its argument lists, over ``ampkit.kernels``.
 
 Every function takes a chunk size (which chose the launch, and is ignored), an int32 no-op flag of one element, and lists
-of tensors, on any device. A function that checks sets the flag to 1 and never back; those that heed the flag return
+of tensors, on any device. A function that checks sets the flag to 1 and never back; functions that heed the flag return
 at once when it is 1. Lists that do not fit together are a RuntimeError.
 """
 
@@ -20,7 +20,7 @@ from .tensor_lists import Lists, checked_lists, raise_flag
 
 
 def _op(*depths: int) -> Callable[[Callable], Callable]:
-    """A function of Apex's arguments from one of the flag, the checked lists, of which there are so many, and the rest."""
+    """Decorate a function of the flag, the checked lists and the rest to take Apex's arguments; ``depths`` are numbers of lists."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -35,7 +35,7 @@ def _op(*depths: int) -> Callable[[Callable], Callable]:
 
 @contextmanager
 def _raising(flag: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A finding for a kernel inside, by which the flag is set at the end."""
+    """Yield a float32 flag for a kernel inside, and raise Apex's flag by it at the end."""
     found_inf = torch.zeros(1, dtype=torch.float32, device=flag.device)
     yield found_inf
     raise_flag(flag, found_inf)
@@ -43,21 +43,21 @@ def _raising(flag: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @_op(2)
 def multi_tensor_scale(flag, lists, scale):
-    """out = in * scale, for the lists (in, out). A non-finite input sets the flag; everything is written in any case."""
+    """Write out = in * scale, for the lists (in, out). A non-finite input sets the flag; everything is written in any case."""
     with _raising(flag) as found_inf:
         kernels.multi_tensor_scale(*lists, float(scale), found_inf)
 
 
 @_op(3)
 def multi_tensor_axpby(flag, lists, a, b, arg_to_check):
-    """out = a * x + b * y, for the lists (x, y, out). ``arg_to_check``: -1 both, 0 x, 1 y."""
+    """Write out = a * x + b * y, for the lists (x, y, out). ``arg_to_check``: -1 both, 0 x, 1 y."""
     with _raising(flag) as found_inf:
         kernels.multi_tensor_axpby(*lists, float(a), float(b), found_inf, int(arg_to_check))
 
 
 @_op(1)
 def multi_tensor_l2norm(flag, lists, per_tensor=False):
-    """(norm of all [1], norm of each [n], or [0] unless ``per_tensor``), float32. A non-finite norm sets the flag."""
+    """Return (norm of all [1], norm of each [n], or [0] unless ``per_tensor``), float32. A non-finite norm sets the flag."""
     norm, norms = kernels.multi_tensor_l2norm(*lists, bool(per_tensor))
     raise_flag(flag, norm.isfinite().logical_not())
     return norm, norms
@@ -65,7 +65,7 @@ def multi_tensor_l2norm(flag, lists, per_tensor=False):
 
 @_op(1)
 def multi_tensor_l2norm_mp(flag, lists, per_tensor=False):
-    """As multi_tensor_l2norm; with the flag set, zeros without work."""
+    """Return the norms of multi_tensor_l2norm; with the flag set, zeros without work."""
     if flag.item():
         device = lists[0][0].device
         return torch.zeros(1, device=device), torch.zeros(len(lists[0]) if per_tensor else 0, device=device)
@@ -74,21 +74,21 @@ def multi_tensor_l2norm_mp(flag, lists, per_tensor=False):
 
 @_op(2)
 def multi_tensor_l2norm_scale(flag, lists, scale, per_tensor=False):
-    """out = in * scale for the lists (in, out), and the norms of the scaled values."""
+    """Write out = in * scale for the lists (in, out), and return the norms of the scaled values."""
     with _raising(flag) as found_inf:
         return kernels.multi_tensor_unscale_l2norm(*lists, float(scale), found_inf, bool(per_tensor))
 
 
 @_op(1)
 def multi_tensor_unscale_l2norm(flag, lists, inv_scale, per_tensor=False):
-    """The norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay as they are."""
+    """Return the norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay unchanged."""
     with _raising(flag) as found_inf:
         return kernels.multi_tensor_unscale_l2norm(*lists, None, inv_scale, found_inf, bool(per_tensor))
 
 
 @_op(3, 4)
 def multi_tensor_sgd(flag, lists, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale=1.0):
-    """SGD on the lists (g, p, momentum[, copy of p in lower precision]), with gradients times ``scale``. Heeds the flag."""
+    """Step by SGD on the lists (g, p, momentum[, copy of p in lower precision]), with gradients times ``scale``. Heeds the flag."""
     _sgd(flag, lists, None, lr, wd, momentum, dampening, nesterov, first_run, wd_after_momentum, scale)
 
 
@@ -110,7 +110,7 @@ def multi_tensor_lars(
     scale,
     skipped=False,
 ):
-    """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``skipped`` is plain SGD. Heeds the flag."""
+    """Step by LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``skipped`` is plain SGD. Heeds the flag."""
     trust = None if skipped else lars_trust(norms_g, norms_p, trust, eps, wd)
     _sgd(flag, lists, trust, lr, wd, momentum, dampening, nesterov, first, wd_after, scale)
 
@@ -140,7 +140,7 @@ def lars_trust(grad_norms, param_norms, trust_coefficient=1.0, eps=0.0, weight_d
 
 @_op(4)
 def multi_tensor_adam(flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
-    """Adam on the lists (g, p, m, v); ``mode`` 0 is L2 regularisation, 1 decoupled weight decay. Ignores the flag."""
+    """Step by Adam on the lists (g, p, m, v); ``mode`` 0 is L2 regularisation, 1 decoupled weight decay. Ignores the flag."""
     settings = _settings_of_adam(lr, beta1, beta2, eps, step, bias_correction, weight_decay)
     kernels.multi_tensor_adam(*lists, decoupled=mode == 1, **settings)
 
@@ -149,7 +149,7 @@ def multi_tensor_adam(flag, lists, lr, beta1, beta2, eps, step, mode, bias_corre
 def multi_tensor_adam_capturable(
     flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale
 ):
-    """multi_tensor_adam with rate, step and 1 / scale in tensors; unscales the gradients. Heeds the flag."""
+    """Step by Adam with rate, step and 1 / scale in tensors; unscale the gradients. Heeds the flag."""
     _adam_capturable(flag, lists, (lr, beta1, beta2, eps, step, bias_correction, weight_decay), mode, inv_scale)
 
 
@@ -157,7 +157,7 @@ def multi_tensor_adam_capturable(
 def multi_tensor_adam_capturable_master(
     flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale
 ):
-    """multi_tensor_adam_capturable on the lists (g, p, m, v, master of p)."""
+    """Call multi_tensor_adam_capturable on the lists (g, p, m, v, master of p)."""
     _adam_capturable(flag, lists, (lr, beta1, beta2, eps, step, bias_correction, weight_decay), mode, inv_scale)
 
 
@@ -179,7 +179,7 @@ def _settings_of_adam(lr, beta1, beta2, eps, step, bias_correction, weight_decay
 
 @_op(3)
 def multi_tensor_adagrad(flag, lists, lr, eps, mode, weight_decay):
-    """Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
+    """Step by Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
     steps.multi_tensor_adagrad(*lists, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
 
 
@@ -187,7 +187,7 @@ def multi_tensor_adagrad(flag, lists, lr, eps, mode, weight_decay):
 def multi_tensor_novograd(
     flag, lists, grad_norms, lr, beta1, beta2, eps, step, bias_correction, weight_decay, grad_averaging, mode, norm_type
 ):
-    """NovoGrad on the lists (g, p, m); updates ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
+    """Step by NovoGrad on the lists (g, p, m); update ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
     steps.multi_tensor_novograd(
         *lists,
         grad_norms,
@@ -202,7 +202,7 @@ def multi_tensor_novograd(
 def multi_tensor_lamb(
     flag, lists, lr, beta1, beta2, eps, step, corrects, wd, grad_averaging, mode, norm, max_norm, use_nvlamb=False
 ):
-    """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
+    """Step by LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
     settings = _settings_of_adam(lr, beta1, beta2, eps, step, corrects, wd)
     _lamb(lists, settings, grad_averaging, mode, norm, max_norm, use_nvlamb)
 
@@ -211,7 +211,7 @@ def multi_tensor_lamb(
 def multi_tensor_lamb_mp(
     flag, lists, lr, beta1, beta2, eps, step, corrects, wd, averages, mode, norm, max_norm, nvlamb, found_inf, inv_scale
 ):
-    """multi_tensor_lamb on (g, p, m, v[, copy of p in lower precision]), unscaling; does nothing after ``found_inf``.
+    """Call multi_tensor_lamb on (g, p, m, v[, copy of p in lower precision]), unscaling; do nothing after ``found_inf``.
 
     ``norm``, of all gradients, and ``max_norm`` are compared as they are: both scaled, or both not.
     """
@@ -236,23 +236,23 @@ def _lamb(lists, settings, grad_averaging, mode, global_grad_norm, max_grad_norm
 def multi_tensor_lamb_stage1_cuda(
     flag, lists, per_tensor_decay, step, beta1, beta2, eps, global_grad_norm, max_global_grad_norm
 ):
-    """The first half of LAMB on the lists (g, p, m, v, update), with a weight decay for each tensor."""
+    """Make the first half of a step of LAMB on the lists (g, p, m, v, update), with a weight decay for each tensor."""
     grads, params, *moments, outputs = lists
     columns = (grads, [param.clone() for param in params], *moments)
     clip = steps.clip_factor(global_grad_norm, max_global_grad_norm)
     decays = torch.as_tensor(per_tensor_decay).expand(len(grads)).tolist()
     for decay in dict.fromkeys(decays):
-        own = [i for i, one in enumerate(decays) if one == decay]
-        parts = ([column[i] for i in own] for column in columns)
+        indices = [i for i, x in enumerate(decays) if x == decay]
+        parts = ([column[i] for i in indices] for column in columns)
         settings = _settings_of_adam(0.0, beta1, beta2, eps, step, True, decay)
-        steps.multi_tensor_lamb(*parts, directions=[outputs[i] for i in own], clip=clip, **settings)
+        steps.multi_tensor_lamb(*parts, directions=[outputs[i] for i in indices], clip=clip, **settings)
 
 
 @_op(2)
 def multi_tensor_lamb_stage2_cuda(
     flag, lists, per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay, use_nvlamb=False
 ):
-    """The second half of LAMB on the lists (p, update)."""
+    """Make the second half of a step of LAMB on the lists (p, update)."""
     trusts = use_nvlamb or weight_decay != 0
     trust = lars_trust(per_tensor_update_norm, per_tensor_param_norm) if trusts else None
     kernels.multi_tensor_sgd(lists[1], lists[0], None, lr=lr, trust=trust)
@@ -261,12 +261,12 @@ def multi_tensor_lamb_stage2_cuda(
 def update_scale_hysteresis(
     scale, growth_tracker, hysteresis_tracker, found_inf, growth, backoff, interval, hysteresis
 ):
-    """Move a loss scale and its two counters, in place; returns the scale.
+    """Move a loss scale and its two counters, in place, and return the scale.
 
     A scale below float32's smallest normal number counts as zero, before and after, as in Apex.
     """
     _flush_subnormal(scale)
-    words = [one.view(1).view(torch.int32) for one in (scale, growth_tracker, hysteresis_tracker)]
+    words = [x.view(1).view(torch.int32) for x in (scale, growth_tracker, hysteresis_tracker)]
     state = torch.cat([*words, words[0].new_zeros(4)])
     rule = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
     kernels.update_scale(state, found_inf, hysteresis=hysteresis, **rule)
@@ -275,12 +275,12 @@ def update_scale_hysteresis(
 
 
 def _flush_subnormal(scale: torch.Tensor) -> torch.Tensor:
-    """Zero in place of a number so small that it is stored with fewer digits; nothing waits for the device."""
+    """Replace a subnormal number by zero, in place; nothing waits for the device."""
     return scale.masked_fill_(scale.abs() < torch.finfo(scale.dtype).tiny, 0.0)
 
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"amp_C has no {name!r} here: ampkit provides the functions of optimizers, norms and loss scaling "
-        f"({', '.join(sorted(one for one in globals() if one.startswith(('multi_tensor_', 'update_'))))})."
+        f"({', '.join(sorted(x for x in globals() if x.startswith(('multi_tensor_', 'update_'))))})."
     )

@@ -5,10 +5,10 @@ from torch._utils import _unflatten_dense_tensors as _unflatten
 
 
 def flatten(tensors):
-    """One contiguous tensor with the elements of all."""
+    """Return one contiguous tensor with the elements of all."""
     return _flatten(list(tensors))
 
 
 def unflatten(flat, tensors):
-    """Views of ``flat`` in the shapes of ``tensors``."""
+    """Return views of ``flat`` in the shapes of ``tensors``."""
     return list(_unflatten(flat, list(tensors)))

@@ -22,7 +22,7 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """One Adam step of one parameter from ``grad`` / ``scale``. ``p_copy``, unless empty, gets the new values too.
+    """Make an Adam step of one parameter from ``grad`` / ``scale``. ``p_copy``, unless empty, gets the new values too.
 
     ``eps_mode`` 0 adds ``eps`` inside of the square root, 1 outside. The decay is decoupled, and multiplied by the step's size.
     """

@@ -1,4 +1,4 @@
-"""What the ``FP16_Optimizer`` of ``apex.optimizers`` and of ``apex.contrib`` share: masters, and a loss scale in attributes.
+"""The base of ``FP16_Optimizer`` in ``apex.optimizers`` and ``apex.contrib``: masters, and a loss scale in attributes.
 
 Scripts of 2018 read the attributes, override `_update_scale`, and load checkpoints of this layout. The class of
 ``apex.fp16_utils`` is another one.
@@ -21,7 +21,7 @@ _DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 class MastersOfGroups(WithMasters, DynamicLossScaler):
-    """Float32 masters of all parameters of an optimizer, which steps with them; a subclass says how a group's are laid out.
+    """Float32 masters of all parameters of an optimizer, which steps with them; a subclass defines their layout in a group.
 
     ``backward(loss)``, then ``step()``: after an overflow nothing is updated, and a dynamic scale falls, to 1 at least.
     ``dynamic_loss_args`` are those of `DynamicLossScaler`.
@@ -47,11 +47,11 @@ class MastersOfGroups(WithMasters, DynamicLossScaler):
         raise NotImplementedError
 
     def _stored(self, index: int) -> list[torch.Tensor]:
-        """What the model computes with, one tensor for each master of a group."""
+        """The tensors that the model computes with, one for each master of a group."""
         raise NotImplementedError
 
     def _laid_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of a group's parameters, as its masters are laid out."""
+        """Lay out tensors of a group's parameters as its masters are."""
         raise NotImplementedError
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
@@ -92,7 +92,7 @@ class MastersOfGroups(WithMasters, DynamicLossScaler):
             self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, under Apex's names."""
+        """Return plain values and tensors, under Apex's names."""
         names = (*_SCALE, *(_DYNAMIC if self.dynamic_loss_scale else ()))
         return {
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -103,12 +103,12 @@ class MastersOfGroups(WithMasters, DynamicLossScaler):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` wrote, here or in Apex. The model loads its own checkpoint, or follows at the next step."""
+        """Load a state from `state_dict`, here or in Apex. The model loads its own checkpoint, or follows at the next step."""
         saved = state_dict.get(self.masters)
-        ours, theirs = ([_shapes(group) for group in groups or ()] for groups in (getattr(self, self.masters), saved))
-        if ours != theirs:
+        live, stored = ([_shapes(group) for group in groups or ()] for groups in (getattr(self, self.masters), saved))
+        if live != stored:
             raise CheckpointError(
-                f"FP16_Optimizer of {type(self).__module__}: expected {self.masters!r} of shapes {ours}, found {theirs} among "
+                f"FP16_Optimizer of {type(self).__module__}: expected {self.masters!r} of shapes {live}, found {stored} among "
                 f"{sorted(state_dict)}. Build model and optimizer as they were; the class of another module has another layout."
             )
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]

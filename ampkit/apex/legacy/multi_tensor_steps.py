@@ -1,7 +1,7 @@
-"""The multi-tensor steps of Apex's rarer optimizers, Adagrad, LAMB and NovoGrad, and what they need of norms.
+"""The multi-tensor steps of Apex's rarer optimizers, Adagrad, LAMB and NovoGrad, and their norms.
 
-They are as those of SGD and Adam in ampkit/kernels/reference_optimizers.py, which says what steps share: the definition in plain
-torch, by a kernel where there is one.
+They are built as those of SGD and Adam in ampkit/kernels/reference_optimizers.py, which explains steps: a definition in plain
+torch, and a kernel where there is one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def multi_tensor_adagrad(
     weight_decay: float = 0.0,
     **common: Any,
 ) -> None:
-    """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
+    """Step by Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
     lists = {"grads": grads, "params": params, "sums": sums}
     take_step("adagrad", _adagrad, lists, lower, (eps, weight_decay, decoupled), **common)
 
@@ -64,20 +64,20 @@ def multi_tensor_lamb(
     trusts: bool = True,
     **common: Any,
 ) -> None:
-    """LAMB (You et al. 2020, algorithm 2): Adam's direction; where ``trusts``, a step as long as ``lr`` times the weights' norm.
+    """Step by LAMB (You et al. 2020, algorithm 2): Adam's direction; if ``trusts``, as long as ``lr`` times the weights' norm.
 
     ``directions`` (may be the gradients) receives the directions taken, which no kernel does. For LAMB's own clipping,
     ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
     """
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, decoupled, bias_correction)
+    settings = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, decoupled, bias_correction)
     if directions is None:
         rule, reference = ("lamb", _lamb) if trusts else ("adam", adam)
-        return take_step(rule, reference, lists, lower, own, **common)
+        return take_step(rule, reference, lists, lower, settings, **common)
     lists.update({"directions": directions}, **({"lower": lower} if lower else {}))
     check_lists("multi_tensor_lamb", lists)
     with torch.no_grad():
-        (_lamb if trusts else _adam_told)(*step_arguments(own, **common), **lists)
+        (_lamb if trusts else _adam_told)(*step_arguments(settings, **common), **lists)
 
 
 @formula
@@ -113,7 +113,7 @@ def multi_tensor_novograd(
     grad_norms: Tensor | None = None,
     **common: Any,
 ) -> None:
-    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
+    """Step by NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
 
     ``norms`` holds the running norm of every gradient (not its square), one element a tensor, and is updated first: for
     ``norm_type`` 2 in the mean of squares, for 0 (the maximum norm) in the mean. ``grad_norms``, the norms of these
@@ -128,18 +128,18 @@ def multi_tensor_novograd(
 
 @torch.no_grad()
 def _moved_norms(
-    norms: Tensor, grads: Tensors, now: Any, norm_type: int, beta2: float, common: dict[str, Any]
+    norms: Tensor, grads: Tensors, grad_norms: Any, norm_type: int, beta2: float, common: dict[str, Any]
 ) -> Tensor:
-    if now is None:
-        now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else tensor_norms(grads, norm_type)
+    if grad_norms is None:
+        grad_norms = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else tensor_norms(grads, norm_type)
         for factor in (common.get("inv_scale"), common.get("clip")):
             if factor is not None:
-                now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
-    now, found_inf = now.to(norms), common.get("found_inf")
+                grad_norms = grad_norms * (factor.to(grad_norms) if isinstance(factor, Tensor) else factor)
+    grad_norms, found_inf = grad_norms.to(norms), common.get("found_inf")
     if norm_type == 2:
-        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
+        moved = (norms.square() * beta2 + grad_norms.square() * (1.0 - beta2)).sqrt()
     else:
-        moved = norms * beta2 + now * (1.0 - beta2)
+        moved = norms * beta2 + grad_norms * (1.0 - beta2)
     return moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved)
 
 
@@ -175,7 +175,7 @@ def tensor_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
 
 @torch.no_grad()
 def clip_factor(norm: Number, max_norm: Number) -> Tensor:
-    """What to multiply gradients of a norm by so that they do not exceed the maximum; 0 or less means no maximum."""
+    """The factor by which gradients of this norm do not exceed ``max_norm``; 0 or less means no maximum."""
     norm = norm.reshape(()) if isinstance(norm, Tensor) else torch.tensor(float(norm))
     # A number is written where the norm lies: a copy from the host would wait for the device.
     max_norm = max_norm.reshape(()).to(norm) if isinstance(max_norm, Tensor) else norm.new_full((), float(max_norm))

@@ -1,4 +1,4 @@
-"""What the functions of ``amp_C`` share: lists of tensors that fit together, and the no-op flag."""
+"""Checks that the functions of ``amp_C`` share: lists of tensors that fit together, and the no-op flag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Lists = Sequence[Sequence[torch.Tensor]]
 def checked_lists(
     op: str, tensor_lists: Lists, allowed: tuple[int, ...], noop_flag: torch.Tensor
 ) -> list[list[torch.Tensor]]:
-    """The lists, once they are known to fit together. Tensors of one size but different shapes are flattened."""
+    """Check that the lists fit together, and return them. Tensors of one size but different shapes are flattened."""
     lists = [list(tensors) for tensors in tensor_lists]
     if len(lists) not in allowed:
         raise RuntimeError(f"{op}: expected {' or '.join(map(str, allowed))} lists of tensors, found {len(lists)}")
@@ -39,7 +39,7 @@ def checked_lists(
 
 
 def _misfit(tensor: torch.Tensor, first: torch.Tensor) -> str | None:
-    """What is wrong with a tensor beside its twin in the first list."""
+    """The reason why a tensor does not fit its twin in the first list, or None."""
     if tensor.numel() != first.numel():
         return f"has {tensor.numel()} elements, its twin in list 0 has {first.numel()}"
     if tensor.device != first.device:
@@ -60,6 +60,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def raise_flag(noop_flag: torch.Tensor, found: torch.Tensor) -> None:
-    """Set the flag where something was found, without asking the host; never clear it."""
-    noop_flag.masked_fill_(found.to(noop_flag.device).reshape(noop_flag.shape) > 0, 1)
+def raise_flag(noop_flag: torch.Tensor, finding: torch.Tensor) -> None:
+    """Set the flag where ``finding`` is above 0, without a wait of the host; never clear it."""
+    noop_flag.masked_fill_(finding.to(noop_flag.device).reshape(noop_flag.shape) > 0, 1)

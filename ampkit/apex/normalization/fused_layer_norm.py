@@ -24,7 +24,7 @@ Shape = int | Sequence[int]
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer norm without parameters."""
+    """Apply layer norm without parameters."""
     input = _in_autocast(input)
     return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
 
@@ -37,7 +37,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the input's dtype."""
+    """Apply layer norm, with the result in the input's dtype."""
     input = _in_autocast(input)
     return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
 
@@ -50,12 +50,12 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm in the parameters' dtype."""
+    """Apply layer norm, with the result in the parameters' dtype."""
     return _layer_norm(_in_autocast(input), weight, bias, normalized_shape, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """RMS norm without parameters."""
+    """Apply RMS norm without parameters."""
     input = _in_autocast(input)
     return _rms_norm(input, None, normalized_shape, eps, input.dtype)
 
@@ -63,7 +63,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm in the input's dtype."""
+    """Apply RMS norm, with the result in the input's dtype."""
     input = _in_autocast(input)
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
 
@@ -71,36 +71,36 @@ def fused_rms_norm_affine(
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm in the weight's dtype."""
+    """Apply RMS norm, with the result in the weight's dtype."""
     return _rms_norm(_in_autocast(input), weight, normalized_shape, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm; in the weight's dtype where that is a lower precision, else in the input's."""
+    """Apply RMS norm, with the result in the weight's dtype where that is a lower precision, else in the input's."""
     low = weight is not None and weight.dtype in LOWER_PRECISION
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
 
 
 class FusedLayerNormAffineFunction:
-    """For scripts that call ``.apply``: autograd needs no function of its own here."""
+    """The namespace of ``.apply`` for scripts that call it: autograd needs no function of its own here."""
 
     apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction:
-    """``.apply`` without parameters."""
+    """The namespace of ``.apply`` without parameters."""
 
     apply = staticmethod(fused_layer_norm)
 
 
 class FusedRMSNormAffineFunction:
-    """``.apply`` of the RMS norm."""
+    """The namespace of ``.apply`` of the RMS norm."""
 
     apply = staticmethod(fused_rms_norm_affine)
 
 
 class FusedRMSNormFunction:
-    """``.apply`` of the RMS norm without a weight."""
+    """The namespace of ``.apply`` of the RMS norm without a weight."""
 
     apply = staticmethod(fused_rms_norm)
 
@@ -154,7 +154,7 @@ class FusedRMSNorm(_FusedNorm):
 
 
 class _WithParameters:
-    """Mixed in before a norm whose output takes the parameters' dtype: it has them always."""
+    """A mixin before a norm whose output takes the parameters' dtype, which always has parameters."""
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
@@ -200,7 +200,7 @@ def _rms_norm(input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps
 
 
 def _in_one_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors of one dtype as they are (torch accumulates in float32), others in the widest."""
+    """Cast tensors to the widest of their dtypes; those of one dtype stay unchanged, since torch accumulates in float32."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) == 1:
         return list(tensors)
@@ -211,7 +211,7 @@ def _in_one_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _in_autocast(input: Tensor) -> Tensor:
-    """As a script's own region of torch.autocast has it. O1 switches that on too, and leaves norms to the input's dtype."""
+    """Cast the input to the dtype of a script's torch.autocast. O1 switches that on too, and leaves norms in the input's dtype."""
     device_type = input.device.type
     if input.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
         return input

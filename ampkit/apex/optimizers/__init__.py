@@ -1,6 +1,6 @@
 """``apex.optimizers``: the optimizers of ``ampkit.optimizers``, with checkpoints in Apex's layout.
 
-They load checkpoints of torch.optim too.
+These also load checkpoints of torch.optim.
 """
 
 from .fp16_optimizer import FP16_Optimizer as FP16_Optimizer

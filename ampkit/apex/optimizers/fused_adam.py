@@ -29,7 +29,7 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     first step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
 
-    judges_gradients = False  # Apex's steps with what it is given, and keeps no rests
+    judges_gradients = False  # Apex's steps with any gradients, and keeps no rests
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
@@ -93,11 +93,11 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """One update. Of the arguments only ``closure`` and, if capturable, ``grad_scaler`` still mean anything."""
-        given = [name for name, value in zip(_REMOVED, (grads, output_params, scale, grad_norms)) if value is not None]
-        if given:
+        """Make one update. Only the arguments ``closure`` and, if capturable, ``grad_scaler`` still have a meaning."""
+        names = [name for name, value in zip(_REMOVED, (grads, output_params, scale, grad_norms)) if value is not None]
+        if names:
             raise RuntimeError(
-                f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(given)} "
+                f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(names)} "
                 "can no longer be passed to it. For mixed precision call initialize(model, optimizer, opt_level='O2')."
             )
         with told_by(grad_scaler, self):
@@ -105,7 +105,7 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
 
 
 def _warn_of_unclipped(optimizer: FusedAdam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Without the wrapper, and without norms given to the step (``grad_norms=``), Apex clipped nothing, and did not say so."""
+    """Warn that nothing is clipped: without the wrapper, and without ``grad_norms=``, Apex clipped nothing either."""
     if not optimizer.groups_are_clipped and kwargs.get("grad_norms") is None:
         optimizer.groups_are_clipped = True  # told once
         logger.warning(

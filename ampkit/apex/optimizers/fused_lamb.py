@@ -60,8 +60,8 @@ class LAMB(FusedOptimizer):
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         factors, norm = batch.factors, self._global_grad_norm
         if norm is not None and group["max_grad_norm"] is not None:
-            own = clip_factor(norm, group["max_grad_norm"])
-            factors["clip"] = own if batch.clip is None else own * on(batch.clip, own.device)
+            clip = clip_factor(norm, group["max_grad_norm"])
+            factors["clip"] = clip if batch.clip is None else clip * on(batch.clip, clip.device)
         multi_tensor_lamb(
             batch.grads,
             batch.params,

@@ -16,7 +16,7 @@ from .own_masters import OwnMasters
 
 
 class FusedMixedPrecisionLamb(OwnMasters, LAMB):
-    """`FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
+    """A `FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
 
     ``reduced_precision_dtype`` names the parameters' lower precision; by default every float16 or bfloat16 parameter gets
     a copy. Works inside ``torch.amp.GradScaler.step``. Raises what `FusedLAMB` raises.
@@ -58,7 +58,7 @@ class FusedMixedPrecisionLamb(OwnMasters, LAMB):
         return {"lr": torch.float32, "step": torch.int32}
 
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
+        """Make one update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         with told_by(grad_scaler, self):
             return super().step(closure)
 

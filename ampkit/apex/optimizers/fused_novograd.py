@@ -56,8 +56,8 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
-        now = gradient_norms(batch, group["norm_type"])
-        norms, before = self._running_norms(group, batch.params, now)
+        grad_norms = gradient_norms(batch, group["norm_type"])
+        norms, before = self._running_norms(group, batch.params, grad_norms)
         multi_tensor_novograd(
             batch.grads,
             batch.params,
@@ -66,7 +66,7 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
             batch.lower,
             step=step,
             reg_inside_moment=self.moment_mode == 0,
-            grad_norms=now,
+            grad_norms=grad_norms,
             **{name: group[name] for name in _SETTINGS},
             **batch.factors,
         )
@@ -80,11 +80,11 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
         torch._foreach_copy_([state["exp_avg_sq"] for state in states], list(norms.unbind()))
 
     def state_dict(self) -> dict[str, Any]:
-        """As in Apex, the norms stand in the group: a tensor for its float16 parameters, and one for the others."""
+        """Return the state with the norms in the group, as in Apex: a tensor for float16 parameters, and one for the others."""
         saved = super().state_dict()
-        for group, ours in zip(saved["param_groups"], self.param_groups):
+        for group, live in zip(saved["param_groups"], self.param_groups):
             norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for key, param in zip(group["params"], ours["params"]):
+            for key, param in zip(group["params"], live["params"]):
                 state = saved["state"].get(key)
                 if state is not None and "exp_avg_sq" in state:
                     norms[param.dtype is not torch.float16].append(state["exp_avg_sq"])
@@ -94,10 +94,10 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
         return saved
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Apex keeps the norms in the group: one tensor for its float16 parameters, and one for the others."""
-        for group, ours in zip(state_dict["param_groups"], self.param_groups):
+        """Move the norms out of the group, where Apex keeps a tensor for float16 parameters, and one for the others."""
+        for group, live in zip(state_dict["param_groups"], self.param_groups):
             norms = group.pop("exp_avg_sq", None) or ()
-            is_half = {key: param.dtype is torch.float16 for key, param in zip(group["params"], ours["params"])}
+            is_half = {key: param.dtype is torch.float16 for key, param in zip(group["params"], live["params"])}
             for wants_half, values in zip((True, False), norms):
                 keys = [key for key in group["params"] if is_half[key] is wants_half and key in state_dict["state"]]
                 if values is not None and len(values) == len(keys):
@@ -111,9 +111,9 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
         return super().translated(state_dict)
 
     def _running_norms(
-        self, group: dict[str, Any], params: list[torch.Tensor], now: torch.Tensor
+        self, group: dict[str, Any], params: list[torch.Tensor], fresh: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(The norms to start from, and what is stored: below 0 where no step was taken yet.)"""
-        none_yet = now.new_full((), -1.0)
-        stored = torch.stack([self.state[param].get("exp_avg_sq", none_yet).to(now) for param in params])
-        return torch.where(stored < 0, torch.zeros_like(now) if group["init_zero"] else now, stored), stored
+        """Return the norms to start from, and the stored ones, which are below 0 before the first step."""
+        none_yet = fresh.new_full((), -1.0)
+        stored = torch.stack([self.state[param].get("exp_avg_sq", none_yet).to(fresh) for param in params])
+        return torch.where(stored < 0, torch.zeros_like(fresh) if group["init_zero"] else fresh, stored), stored

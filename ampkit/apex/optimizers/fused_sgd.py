@@ -16,7 +16,7 @@ class FusedSGD(ForSubclasses, _core.FusedSGD):
     ``materialize_master_grads`` chose where gradients were kept, and is accepted.
     """
 
-    judges_gradients = False  # Apex's steps with what it is given, and keeps no rests
+    judges_gradients = False  # Apex's steps with any gradients, and keeps no rests
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
     def __init__(

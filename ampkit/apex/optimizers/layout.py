@@ -1,4 +1,4 @@
-"""Apex's layout of an optimizer's state, where it is not torch's; and norms of gradients, which its rarer optimizers go by."""
+"""Apex's layout of an optimizer's state, where it is not torch's; and norms of gradients, which its rarer optimizers use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..multi_tensor_steps import tensor_norms
 
 
 class StepsInGroups:
-    """Apex's layout: ``group["step"]`` counts for all parameters of the group."""
+    """A mixin for Apex's layout, where ``group["step"]`` counts for all parameters of the group."""
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
         step = group.get("step", 0)
@@ -26,7 +26,7 @@ class StepsInGroups:
             yield step, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Step counts are plain integers there."""
+        """Return the state with step counts as plain integers."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
             if "step" in group:
@@ -34,7 +34,7 @@ class StepsInGroups:
         return saved
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Step counts of the core's layout, which is torch's, go to the group."""
+        """Move step counts of the core's layout, which is torch's, to the group."""
         state_dict = super().translated(state_dict)
         for group in state_dict["param_groups"]:
             states = [state_dict["state"][key] for key in group["params"] if key in state_dict["state"]]

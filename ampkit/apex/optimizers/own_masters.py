@@ -13,7 +13,7 @@ from ...optimizers.scales import Scale
 
 
 class OwnMasters:
-    """Mixed in before a fused optimizer: what has a copy in its state, ``master_param``, is updated there and rounded."""
+    """A mixin before a fused optimizer: it updates the float32 copies, ``master_param`` in the state, and rounds them."""
 
     state: dict[torch.Tensor, dict[str, Any]]
     master_weights = True
@@ -36,9 +36,9 @@ class OwnMasters:
         if not self.master_weights:
             return super().update(group, batch, step)  # type: ignore[misc]
         masters = {i: master for i, param in enumerate(batch.params) if (master := self.master_of(param)) is not None}
-        own = [i for i in range(len(batch.params)) if i not in masters]
-        if own:
-            super().update(group, batch.part(own), step)  # type: ignore[misc]
+        plain = [i for i in range(len(batch.params)) if i not in masters]
+        if plain:
+            super().update(group, batch.part(plain), step)  # type: ignore[misc]
         if masters:
             part = batch.part(list(masters))
             super().update(group, replace(part, params=list(masters.values()), lower=part.params), step)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What subclasses of Apex's optimizers find on ``self``: fairseq's, for one, write their own ``step`` with them."""
+"""Attributes for subclasses of Apex's optimizers: fairseq's, for one, write their own ``step`` with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ForSubclasses:
-    """The no-op flag that ``multi_tensor_applier`` is given. Each optimizer names the functions of ``amp_C`` beside it."""
+    """A mixin with the no-op flag for ``multi_tensor_applier``. Each optimizer names the functions of ``amp_C`` beside it."""
 
     param_groups: list[dict[str, Any]]
 

@@ -12,7 +12,7 @@ from ..multi_tensor_steps import tensor_norms
 
 
 class LARC(AroundOptimizer):
-    """Scales each gradient so that ``optimizer`` moves its tensor by a share of the tensor's own norm.
+    """A wrapper that scales each gradient so that ``optimizer`` moves a tensor by a share of the tensor's own norm.
 
     The local rate is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` it can only lower the
     optimizer's learning rate; without, the two are multiplied. Weight decay is part of the scaled gradient. Give learning-rate
@@ -41,7 +41,7 @@ class LARC(AroundOptimizer):
         return repr(self.optim)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without what a session put on it, as torch's optimizers copy none of what was put on them."""
+        """Return the state for copies and pickles, without attributes that a session has set, as torch's optimizers do."""
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     @property
@@ -99,7 +99,7 @@ class LARC(AroundOptimizer):
         rates = self.trust_coefficient * w / (g + w * weight_decay + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp(max=1.0)
-        # A tensor of zeros has no norm to go by: it moves at the optimizer's own rate.
+        # A tensor of zeros has no norm to scale by: it moves at the optimizer's own rate.
         adapts = (w > 0) & (g > 0)
         decays = torch.where(adapts, weight_decay, 0.0)
         rates = torch.where(adapts, rates, torch.ones_like(rates))

@@ -1,7 +1,7 @@
 """``apex.parallel.distributed``: DistributedDataParallel and Reducer with Apex's arguments.
 
-What reduces gradients is gradient_sync.py: Apex's wrapper reduced after every backward pass, and torch's does so
-once for each forward pass. It is torch's class all the same to everything that asks, `ampkit.initialize` among them.
+gradient_sync.py reduces gradients: Apex's wrapper reduced after every backward pass, and torch's does so
+once for each forward pass. It is a subclass of torch's, for code that checks the type, `ampkit.initialize` among it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .gradient_sync import GradientSync, SyncSettings, average, broadcast_parame
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Averages gradients over all processes during each backward pass; ``module`` is used where it lies.
+    """A wrapper that averages gradients over all processes during each backward pass; ``module`` is not copied.
 
     Parameters, and only they, are broadcast from rank 0 at the start. Gradients are reduced in buckets of ``message_size``
     elements while the backward pass runs, or with ``delay_allreduce`` all at its end. Between ``disable_allreduce()`` and
@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
-        # What torch's wrapper tells others about itself.
+        # Attributes of torch's wrapper that other code reads.
         self.device_ids = self.output_device = None
         self.process_group = groups[0] or dist.group.WORLD
         self.gradient_as_bucket_view = False
@@ -145,7 +145,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class Reducer:
-    """Averages gradients when told to: ``reduce()`` after the backward pass, in a loop of one's own.
+    """An averager of gradients on request: ``reduce()`` after the backward pass, in a loop of one's own.
 
     A module's parameters are broadcast from rank 0 at once. A list is of the gradients themselves.
     """
@@ -177,13 +177,13 @@ def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.
     tensors = list(tensors)
     dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     lists = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
-    return [one for one in lists if one]
+    return [part for part in lists if part]
 
 
 def apply_flat_dist_call(
     bucket: Iterable[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """A collective on all tensors of one type as one; sums are turned into means."""
+    """Call a collective on all tensors of one type as one flat tensor, and turn sums into means."""
 
     def operation(flat: torch.Tensor) -> None:
         call(flat, *(extra_args or ()))

@@ -1,6 +1,6 @@
-"""Averages gradients over processes after every backward pass, however often it runs and whichever parameters it reaches.
+"""The averaging of gradients over processes after every backward pass, however many run and whichever parameters they reach.
 
-torch's DistributedDataParallel reduces once for each forward pass, and waits for every parameter. `GradientSync` hangs on
+torch's DistributedDataParallel reduces once for each forward pass, and waits for every parameter. `GradientSync` hooks
 the parameters instead: two losses may go back through one forward pass, and a pass may leave parameters out, on some ranks
 only, too. Buckets are reduced while the backward pass still runs, or all at its end. DistributedDataParallel
 (distributed.py) is a module around it.
@@ -25,7 +25,7 @@ from ...models.float32_values import lower_entries
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How gradients are reduced.
+    """The settings by which gradients are reduced.
 
     ``bucket_elements``: a bucket is closed when it holds as many; ``triggers`` close buckets instead, where given. Without
     ``overlap`` nothing is reduced before the end of the backward pass. ``predivide`` divides before the sum, and the rest
@@ -57,7 +57,7 @@ class _Bucket:
 
 
 class GradientSync:
-    """Reduces the gradients of ``params`` whenever a backward pass reaches one of them, while ``enabled``.
+    """A reducer of the gradients of ``params``, whenever a backward pass reaches one of them, while ``enabled``.
 
     Gradients that backward passes left behind while it was not enabled are part of the next reduction. Parameters that no
     rank's backward pass has reached are left alone. Every rank must hold the same parameters in the same order.
@@ -77,7 +77,7 @@ class GradientSync:
         self.watch(params)
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Take these parameters instead, those that require a gradient."""
+        """Reduce these parameters instead, those that require a gradient."""
         self.close()
         self._params = [param for param in params if param.requires_grad]
         self._buckets = self._make_buckets()
@@ -86,21 +86,21 @@ class GradientSync:
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
 
     def prepare(self, params: Iterable[torch.Tensor]) -> None:
-        """Before a forward pass: forget a backward pass that failed, and notice what was frozen or unfrozen."""
+        """Prepare for a forward pass: forget a backward pass that failed, and notice parameters that were frozen or unfrozen."""
         trainable = [param for param in params if param.requires_grad]
-        same = len(trainable) == len(self._params) and all(a is b for a, b in zip(trainable, self._params))
-        if not same or any(bucket.params[0].dtype is not param.dtype for param, bucket in self._bucket_of.items()):
+        unchanged = len(trainable) == len(self._params) and all(a is b for a, b in zip(trainable, self._params))
+        if not unchanged or any(bucket.params[0].dtype is not param.dtype for param, bucket in self._bucket_of.items()):
             self.watch(trainable)
         self._running = False
         self.last_pass_was_local = None
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks of the parameters."""
         while self._handles:
             self._handles.pop().remove()
 
     def _make_buckets(self) -> list[_Bucket]:
-        """Buckets in the order in which they are reduced, the same on all ranks: backward passes end with the first layers."""
+        """Return buckets in the order of their reduction, the same on all ranks: backward passes end with the first layers."""
         settings = self.settings
         triggers = set(settings.triggers)
         closed, open_buckets = [], {}

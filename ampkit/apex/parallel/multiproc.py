@@ -15,15 +15,15 @@ import torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script in every process; returns the first exit status that is not 0."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
+    """Run the script in every process, and return the first exit status that is not 0."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not argv:
         print("usage: python -m apex.parallel.multiproc script.py [arguments]", file=sys.stderr)
         return 2
-    world_size = torch.cuda.device_count() or int(_value(given, "--world-size", "1"))
+    world_size = torch.cuda.device_count() or int(_value(argv, "--world-size", "1"))
     processes = []
     for rank in range(world_size):
-        command = _with(_with(given, "--world-size", str(world_size)), "--rank", str(rank))
+        command = _with(_with(argv, "--world-size", str(world_size)), "--rank", str(rank))
         with open(f"GPU_{rank}.log", "w") if rank else nullcontext() as log:
             processes.append(subprocess.Popen([sys.executable, "-m", "ampkit", "run", *command], stdout=log))
     statuses = [process.wait() for process in processes]

@@ -1,7 +1,7 @@
 """``apex.amp.lists``: which functions O1 casts, as lists that a script may edit before ``amp.initialize``.
 
-They are read off the tables of the core (`ampkit.policy.tables`). `rules_changed_by_the_script` says what a script has
-made of them since, as rules for the engine.
+The lists come from the tables of the core (`ampkit.policy.tables`). `rules_changed_by_the_script` returns a script's
+changes since, as rules for the engine.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def rules_changed_by_the_script() -> list[CastRule]:
     """A rule for every name that was added to, moved between or removed from the lists."""
     rules = []
     for module in _MODULES:
-        before, now = _AS_MADE[module], _listed(module)
+        before, new = _AS_MADE[module], _listed(module)
         changed = [
-            name for name in {**before, **now} if before.get(name) is not now.get(name) and hasattr(module.MODULE, name)
+            name for name in {**before, **new} if before.get(name) is not new.get(name) and hasattr(module.MODULE, name)
         ]
         rules += [
-            CastRule(now.get(name, CastKind.NATIVE), module.MODULE, name, "edited in apex.amp.lists")
+            CastRule(new.get(name, CastKind.NATIVE), module.MODULE, name, "edited in apex.amp.lists")
             for name in changed
         ]
     return rules

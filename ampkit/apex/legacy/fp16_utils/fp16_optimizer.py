@@ -22,7 +22,7 @@ from .fp16util import pairs_of_gradients
 
 
 class WithMasters(AroundOptimizer):
-    """The constructor that every ``FP16_Optimizer`` has: masters of each group of ``init_optimizer``, and a loss scale."""
+    """The base of every ``FP16_Optimizer``: the constructor makes masters of each group of ``init_optimizer``, and a loss scale."""
 
     _add_masters: Callable[[dict[str, Any]], None]
     _begin: Callable[[float, dict[str, Any]], None]
@@ -48,7 +48,7 @@ class WithMasters(AroundOptimizer):
 
 
 class FP16_Optimizer(WithMasters):
-    """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
+    """A wrapper of ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
 
     ``optimizer.backward(loss)`` in place of ``loss.backward()``, then ``optimizer.step()``. Gradients that are not finite
     make the step a no-op, and a dynamic scale falls. ``dynamic_loss_args``: init_scale, scale_factor, scale_window,
@@ -70,7 +70,7 @@ class FP16_Optimizer(WithMasters):
         self.overflow = False
         self.first_closure_call_this_step = True
         self._scale_of_gradients: float | None = None
-        self._own_are_unscaled = False
+        self._fp32_are_unscaled = False
 
     # What a script reads and writes
 
@@ -93,7 +93,7 @@ class FP16_Optimizer(WithMasters):
         stepped = (param for group in self.optimizer.param_groups for param in group["params"])
         clear_gradients([*stepped, *self.all_fp16_params], to_none)
         self._scale_of_gradients = None
-        self._own_are_unscaled = False
+        self._fp32_are_unscaled = False
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Back-propagate the scaled loss, and bring the gradients to the masters unless ``update_master_grads=False``.
@@ -114,13 +114,13 @@ class FP16_Optimizer(WithMasters):
         """
         scale = self._scale_of_gradients or self.loss_scale
         sources, targets = pairs_of_gradients(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        own = [] if self._own_are_unscaled else _gradients(self.all_fp32_from_fp32_params)
-        sources, targets = sources + own, targets + own
+        fp32_grads = [] if self._fp32_are_unscaled else _gradients(self.all_fp32_from_fp32_params)
+        sources, targets = sources + fp32_grads, targets + fp32_grads
         flag = torch.zeros(1, device=sources[0].device if sources else "cpu")
         kernels.multi_tensor_scale(sources, targets, 1.0 / scale, flag)
-        self._own_are_unscaled = True
-        found = self.loss_scaler.core.update(flag)
-        self.overflow = found.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
+        self._fp32_are_unscaled = True
+        update = self.loss_scaler.core.update(flag)
+        self.overflow = update.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the masters' gradients by their joint norm, which is returned; -1 after an overflow."""
@@ -147,7 +147,7 @@ class FP16_Optimizer(WithMasters):
         return result
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
-        """The masters' gradients, group by group; None after an overflow, when they mean nothing."""
+        """Return the masters' gradients, group by group; None after an overflow, when they mean nothing."""
         if self.overflow:
             print(
                 "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state. Gradients are currently "
@@ -162,7 +162,7 @@ class FP16_Optimizer(WithMasters):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values: the scaler's state, the optimizer's, and the masters."""
+        """Return tensors and plain values: the scaler's state, the optimizer's, and the masters."""
         return {
             "loss_scaler": self.loss_scaler.core.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -174,19 +174,19 @@ class FP16_Optimizer(WithMasters):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` wrote, or what Apex's wrote, where the scaler was pickled as an object.
+        """Load a state from `state_dict`, or from Apex's, where the scaler was pickled as an object.
 
         Load the model's own checkpoint as well: only the masters are copied here. A file with a pickled scaler opens with
         ``torch.load(path, weights_only=False)`` alone, which runs code from the file: for files from a source you trust.
         """
         saved = state_dict["fp32_from_fp16"]
-        ours, theirs = (
+        live, stored = (
             [[tuple(param.shape) for param in group] for group in groups]
             for groups in (self.fp32_from_fp16_groups, saved)
         )
-        if ours != theirs:
+        if live != stored:
             raise CheckpointError(
-                f"FP16_Optimizer: the checkpoint holds masters of shapes {theirs}, this optimizer has {ours}. Build the model "
+                f"FP16_Optimizer: the checkpoint holds masters of shapes {stored}, this optimizer has {live}. Build the model "
                 "and the optimizer as they were when it was saved."
             )
         self._load_scaler(state_dict["loss_scaler"])
@@ -230,21 +230,21 @@ class FP16_Optimizer(WithMasters):
 
     @torch.no_grad()
     def _bring_gradients_to(self, scale: float) -> None:
-        """Gradients of earlier backward passes, to which the next one adds: all of them at its scale."""
+        """Rescale the gradients of earlier backward passes to the scale of the next pass, which adds to them."""
         before = self._scale_of_gradients or scale
-        own = _gradients(self.all_fp32_from_fp32_params)
-        for found, factor in (
+        fp32_grads = _gradients(self.all_fp32_from_fp32_params)
+        for grads, factor in (
             (_gradients(self.all_fp16_params), scale / before),
-            (own, scale if self._own_are_unscaled else scale / before),
+            (fp32_grads, scale if self._fp32_are_unscaled else scale / before),
         ):
             if factor != 1.0:
-                kernels.multi_tensor_scale(found, found, factor)
+                kernels.multi_tensor_scale(grads, grads, factor)
         self._scale_of_gradients = scale
-        self._own_are_unscaled = False
+        self._fp32_are_unscaled = False
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
-            # The masters moved since the model last heard of them, except before the first evaluation.
+            # The masters have moved since they were last copied to the model, except before the first evaluation.
             if self.first_closure_call_this_step:
                 self.first_closure_call_this_step = False
             else:
@@ -292,7 +292,7 @@ class FP16_Optimizer(WithMasters):
 
 
 def clip_groups(optimizer: Any) -> None:
-    """``max_grad_norm`` of Apex's first FusedAdam, which left it to such wrappers: the norm of each group by itself."""
+    """Clip each group to the ``max_grad_norm`` of Apex's first FusedAdam, which left that to such wrappers."""
     if not hasattr(optimizer, "groups_are_clipped"):
         return
     optimizer.groups_are_clipped = True

@@ -15,7 +15,7 @@ clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):
-    """Casts its input to float16."""
+    """A module that casts its input to float16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input.half()
@@ -42,7 +42,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """``Sequential(tofp16(), network)`` with the network in float16, affine batch norms excepted."""
+    """Return ``Sequential(tofp16(), network)`` with the network in float16, affine batch norms excepted."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -70,7 +70,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(The model's trainable parameters, float32 copies of them, or with ``flat_master`` one flat copy of all)."""
+    """Return (the model's trainable parameters, float32 copies of them, or with ``flat_master`` one flat copy of all)."""
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
         return model_params, [nn.Parameter(param.detach().clone().float()) for param in model_params]
@@ -100,7 +100,7 @@ def model_grads_to_master_grads(
 def pairs_of_gradients(
     model_params: list[torch.Tensor], master_params: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of a model, and where those of its masters go; a master has none where its parameter has none."""
+    """Return the gradients of a model, and those of its masters to write to; a master has none where its parameter has none."""
     sources, targets = [], []
     for param, master in zip(model_params, master_params):
         if param.grad is None:

@@ -11,7 +11,7 @@ from ...kernels import reference
 
 
 class LossScaler:
-    """A loss scale that stays."""
+    """A static loss scale."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale = scale
@@ -21,14 +21,14 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """False: a static scale checks nothing."""
+        """Return False: a static scale checks nothing."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing to do."""
+        """Do nothing: a static scale stays."""
 
     def scale_gradient(self, module: Any, grad_in: tuple, grad_out: tuple) -> tuple:
-        """A backward hook that multiplies gradients by the scale."""
+        """Multiply gradients by the scale, as a backward hook."""
         return tuple(None if gradient is None else self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class MultiTensorApply:
-    """Calls an op of ``amp_C`` with the chunk size that it expects first."""
+    """A caller of ops of ``amp_C``, with the chunk size that they expect first."""
 
     available = True
     warned = False
@@ -19,7 +19,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raises RuntimeError where the ops cannot be used; ours can."""
+        """Raise RuntimeError where the ops cannot be used; ampkit's can."""
         if not MultiTensorApply.available:
             raise RuntimeError(
                 f"multi_tensor_applier was switched off (available is False; {MultiTensorApply.import_err})."

@@ -1,3 +1,3 @@
-"""``apex.contrib.clip_grad.clip_grad``: the function, where scripts also import it from."""
+"""``apex.contrib.clip_grad.clip_grad``: the function, under the name by which scripts also import it."""
 
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm_

@@ -46,7 +46,7 @@ class FusedAdam(_FusedAdam):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """One update from ``grads`` / ``scale``, or from the parameters' own gradients; copies go to ``output_params``.
+        """Make one update from ``grads`` / ``scale``, or from the parameters' own gradients; copies go to ``output_params``.
 
         ``grads`` and ``output_params`` are a list, a list of lists (one a group) or a generator.
         """
@@ -54,10 +54,10 @@ class FusedAdam(_FusedAdam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = _by_group(grads, self.param_groups)
+        grads_by_group = _by_group(grads, self.param_groups)
         outputs = _by_group(output_params, self.param_groups)
         norms = grad_norms if isinstance(grad_norms, (list, tuple)) else [grad_norms] * len(self.param_groups)
-        for group, gradients, copies, norm in zip(self.param_groups, given, outputs, norms):
+        for group, gradients, copies, norm in zip(self.param_groups, grads_by_group, outputs, norms):
             self._step_group(group, gradients, copies, scale, norm)
         return loss
 
