@@ -10,32 +10,32 @@ class AmpkitError(Exception):
 
 
 class ConfigurationError(AmpkitError, RuntimeError, ValueError):
-    """Settings, models or optimizers given to ``initialize`` contradict each other or what was found."""
+    """The error for settings, models or optimizers that contradict each other or what ampkit finds."""
 
 
 class NotInitializedError(AmpkitError, RuntimeError):
-    """Something that needs a session was used before ``initialize``, or with an object no session owns."""
+    """The error for use without a session: before ``initialize``, or with an object that no session owns."""
 
 
 class LossIdError(AmpkitError, IndexError, ValueError):
-    """A ``loss_id`` outside 0 to ``num_losses`` - 1."""
+    """The error for a ``loss_id`` outside 0 to ``num_losses`` - 1."""
 
 
 class CheckpointError(AmpkitError, RuntimeError, ValueError):
-    """A ``state_dict`` that does not fit; nothing of it was loaded."""
+    """The error for a ``state_dict`` that does not fit; nothing of it was loaded."""
 
 
 class ClosureError(AmpkitError, RuntimeError):
-    """``optimizer.step(closure)`` together with a dynamic loss scale."""
+    """The error for ``optimizer.step(closure)`` together with a dynamic loss scale."""
 
 
 class RefusedOperation(AmpkitError, NotImplementedError):
-    """A torch function that is unsafe in lower precision was called with a lower-precision tensor where calls are cast."""
+    """The error for a torch function that is unsafe in lower precision and gets a lower-precision tensor where calls are cast."""
 
 
 class LossScaleError(AmpkitError, FloatingPointError):
-    """The dynamic loss scale sits at its floor and the gradients still are not finite: training has diverged."""
+    """The error for gradients that are not finite with the dynamic loss scale at its floor: training has diverged."""
 
 
 class ExtensionError(AmpkitError, ImportError):
-    """``AMPKIT_EXTENSION=require`` was set and the compiled kernels could not be loaded."""
+    """The error for compiled kernels that cannot be loaded although ``AMPKIT_EXTENSION=require`` is set."""

@@ -30,20 +30,20 @@ class Listener:
     """The base of listeners, which override the events that they need. An exception ends an event without ``..._ends``."""
 
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Handle the begin of a forward, of any module or submodule, in any thread."""
+        """Handle the start of a forward, of any module or submodule, in any thread."""
 
     def forward_ends(self, module: torch.nn.Module) -> None: ...
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Any:
-        """Handle the begin of a `scale_loss` block, or of ``GradScaler.scale``. A context manager that is returned replaces it."""
+        """Handle the start of a `scale_loss` block, or of ``GradScaler.scale``. A context manager that is returned replaces it."""
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        """Handle the begin of an outermost backward pass, not of those that torch.utils.checkpoint runs inside of it."""
+        """Handle the start of an outermost backward pass, not of those that torch.utils.checkpoint runs inside of it."""
 
     def backward_ends(self) -> None: ...
 
     def step_begins(self, optimizer: Any) -> None:
-        """Handle the begin of a step, after its closure was evaluated. Steps of optimizers inside of that step are left out."""
+        """Handle the start of a step, after its closure was evaluated. Steps of optimizers inside of that step are left out."""
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None: ...
 
@@ -137,7 +137,7 @@ def _begin_step_of_torch(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _scale(original: Callable, scaler: GradScaler, outputs: Any) -> Any:
-    """Wrap ``GradScaler.scale``, reported as the begin of a block."""
+    """Wrap ``GradScaler.scale``, reported as the start of a block."""
     if not scaler.is_enabled():
         return original(scaler, outputs)
     if not isinstance(outputs, torch.Tensor):
@@ -157,7 +157,7 @@ def _step_unless_skipped(original: Callable, scaler: GradScaler, optimizer: Any,
     return result
 
 
-# What torch does by itself
+# Events of torch's own
 
 _NAME = "ampkit"  # the key of ampkit's hooks; torch's keys are numbers
 

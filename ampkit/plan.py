@@ -205,7 +205,7 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
 
 
 def default_lower_precision(device_type: str) -> torch.dtype:
-    """float16 on accelerators and bfloat16 on the CPU, unless ``AMPKIT_LOWER_PRECISION`` names one.
+    """The default dtype: float16 on accelerators and bfloat16 on the CPU, unless ``AMPKIT_LOWER_PRECISION`` names one.
 
     float16 arithmetic on CPUs is emulated and 13 to 80 times slower than bfloat16.
     """

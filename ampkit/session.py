@@ -316,7 +316,7 @@ class Session:
             return set()
         return {id(param) for model in self.models for m in fsdp_modules(model) for param in unsharded_params(m)}
 
-    # What wrappers and models ask of their session
+    # For the session's wrappers and models
 
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's name in its model, for the log."""
@@ -371,11 +371,11 @@ class Session:
             changes.append(f"process_group=<{type(self.process_group).__name__}>")
         if any(changes):
             logger.info("Changed from the level's defaults: %s", ", ".join(filter(None, changes)))
-        _tell_of_missing_libraries()
+        _log_missing_libraries()
 
 
 @functools.cache  # once in a process
-def _tell_of_missing_libraries() -> None:
+def _log_missing_libraries() -> None:
     """Log which compiled libraries are missing, since pip hides it. The import has warned of broken ones."""
     libraries = {"compiled kernels": implementation(), "O1's wrappers in C++": dispatch()}
     missing = [name for name, x in libraries.items() if x.name in ("reference", "Python") and x.why != SWITCHED_OFF]

@@ -132,13 +132,13 @@ def around(run: Run, is_child: bool) -> Iterator[None]:
         yield
         # An apex that was there has a state of its own, and a child process may have used amp.
         if installs and is_installed() and not is_child and os.times()[2:4] == begun[2:4]:
-            _tell_of_unused_amp(run)
+            _report_unused_amp(run)
     finally:
         if installs:
             uninstall()
 
 
-def _tell_of_unused_amp(run: Run) -> None:
+def _report_unused_amp(run: Run) -> None:
     """Report amp that was imported and not used: such a script trains in float32, and should not look as if amp had been tried."""
     amp = sys.modules.get("apex.amp")
     if amp is None or not is_rank_zero() or amp._amp_state.was_used:

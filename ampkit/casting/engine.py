@@ -96,7 +96,7 @@ class Casting:
         global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
-        _give_back_torch()
+        _restore_torch()
         rules = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
@@ -353,12 +353,12 @@ def switch_off_left_on() -> None:
         del _left_on[gone]
     if not _left_on and patching.changing.acquire(blocking=False):
         try:
-            _give_back_torch()
+            _restore_torch()
         finally:
             patching.changing.release()
 
 
-def _give_back_torch() -> None:
+def _restore_torch() -> None:
     """Restore the functions of torch that the last engine has left wrapped."""
     global _leaving
     engine, _leaving = _leaving, None

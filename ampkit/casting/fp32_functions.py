@@ -5,7 +5,7 @@ float32 again in the backward pass. `wrappers.wrap` puts `without_copies` around
 
 Note [when the copy is made after all]
     Where autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
-    for an autograd function of ours; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
+    for an autograd function of ampkit's; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
     differentiation. Below `_WORTHWHILE` elements the copy costs less time than Python's part in an autograd function.
 """
 

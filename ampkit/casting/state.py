@@ -206,7 +206,7 @@ def number_of_regions() -> int:
     return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
 
-# What torch.compiler.assume_constant_result does, without importing dynamo for it.
+# As torch.compiler.assume_constant_result does, without importing dynamo for it.
 number_of_regions._dynamo_marked_constant = True
 
 

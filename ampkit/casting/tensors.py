@@ -28,7 +28,7 @@ LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] = ()) -> T:
-    """``value`` with ``fn`` applied to every tensor in it; the very same object when ``fn`` changed none of them.
+    """Return ``value`` with ``fn`` applied to every tensor in it; the very same object when ``fn`` changed none of them.
 
     Containers keep their types: lists, tuples, named tuples, sets, deques, mappings of every kind, dataclasses, and
     batch classes of the user's own (anything with a callable ``.to`` and a ``__dict__``). They are copied, never
@@ -53,7 +53,7 @@ def to_float32(x: Tensor) -> Tensor:
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:
-    """``value`` with its float32, float16 and bfloat16 tensors as ``dtype``; all other tensors are left alone."""
+    """Cast the float32, float16 and bfloat16 tensors in ``value`` to ``dtype``; all other tensors stay unchanged."""
     return map_tensors(value, lambda x: x.to(dtype) if x.dtype in CASTABLE else x)
 
 
@@ -103,7 +103,7 @@ def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
 
 
 def _map_in_trace(value: Any, fn: Callable) -> Any:
-    """`map_tensors` in the terms that dynamo understands. Every container is a new one."""
+    """Do what `map_tensors` does, in terms that dynamo understands. Every container is a new one."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, LEAVES):

@@ -89,7 +89,7 @@ class Policy:
         raise _refuse("policy", value, BASES)
 
     def for_device(self, device_type: str) -> Policy:
-        """A policy with torch.autocast's list for this device type in the place of ``"autocast"``."""
+        """A policy with torch.autocast's list for this device type in place of ``"autocast"``."""
         if self.base != AUTOCAST:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")

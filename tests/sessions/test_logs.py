@@ -61,7 +61,7 @@ SELECTED = "Selected optimization level "
 )
 def test_first_words_say_what_the_level_comes_to(level, brief, in_use, capsys, monkeypatch):
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
-    monkeypatch.setattr(session_module, "_tell_of_missing_libraries", lambda: None)  # once, where they are missing
+    monkeypatch.setattr(session_module, "_log_missing_libraries", lambda: None)  # once, where they are missing
     lines = first_words(capsys, opt_level=level)
     assert lines[:2] == [f"{SELECTED}{level}: {brief}", f"In use: {in_use}"]
     assert lines[2:] == (["Kept in float32: 1 module (1)"] if level == "O2" else [])
@@ -149,9 +149,9 @@ def test_libraries_that_were_not_built_are_told_once_with_the_cure(kernels, wrap
     monkeypatch.setattr(
         session_module, "dispatch", lambda: Dispatch(None if wrappers else session_module, wrappers or "")
     )
-    session_module._tell_of_missing_libraries.cache_clear()
+    session_module._log_missing_libraries.cache_clear()
     lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
-    session_module._tell_of_missing_libraries.cache_clear()
+    session_module._log_missing_libraries.cache_clear()
     # Not a copy: the sources in this folder would hide it.
     cure = "every feature works, slower. 'pip install --no-build-isolation --editable .' builds them"
     assert [line.split(";")[0] for line in lines if "missing" in line] == (

@@ -130,7 +130,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
-    """Apex's ``amp.initialize``, over `ampkit.initialize`: see there for what the settings mean.
+    """Prepare models and optimizers as Apex's ``amp.initialize`` does; `ampkit.initialize` explains the settings.
 
     It may be called again, for other models or for the same. ``_amp_state`` then shows the newest call, whose loss scalers are
     from then on those of every optimizer, as in Apex: they start anew.

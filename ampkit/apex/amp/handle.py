@@ -195,7 +195,7 @@ def _initialized(optimizer: Any) -> Any:
 def _judge_as_the_script_does(
     scaler: LossScaler, loss_id: int, optimizers: list[Any], delay_overflow_check: bool
 ) -> None:
-    """End an iteration with the methods that a script has put in the place of LossScaler's: they may ask other processes."""
+    """End an iteration by a script's replacements of LossScaler's methods, which may ask other processes."""
     overflowed = scaler._has_overflow
     if scaler.unscales_as_the_script_does:
         # They are unscaled already: the script's method gets the scale 1.0, to check them and do its other work.

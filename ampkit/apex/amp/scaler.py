@@ -100,7 +100,7 @@ class LossScaler:
     def _has_changed(self, method: str) -> bool:
         return method in vars(self) or getattr(type(self), method) is not _OWN_METHODS[method]
 
-    # What scripts read and write
+    # Attributes that scripts read and write
 
     def loss_scale(self) -> float:
         return self.core.loss_scale

@@ -275,7 +275,7 @@ def update_scale_hysteresis(
 
 
 def _flush_subnormal(scale: torch.Tensor) -> torch.Tensor:
-    """Replace a subnormal number by zero, in place; nothing waits for the device."""
+    """Set a subnormal scale to zero, in place, and return it; nothing waits for the device."""
     return scale.masked_fill_(scale.abs() < torch.finfo(scale.dtype).tiny, 0.0)
 
 

@@ -69,7 +69,7 @@ class FusedMixedPrecisionLamb(OwnMasters, LAMB):
             yield group["step"], batch
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # The step stands in the group here, as in Apex.
+        # The step count is in the group here, as in Apex.
         return self.with_our_groups(state_dict)
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor | None:

@@ -72,7 +72,7 @@ class FP16_Optimizer(WithMasters):
         self._scale_of_gradients: float | None = None
         self._fp32_are_unscaled = False
 
-    # What a script reads and writes
+    # Attributes that a script reads and writes
 
     @property
     def loss_scale(self) -> float:
@@ -96,12 +96,12 @@ class FP16_Optimizer(WithMasters):
         self._fp32_are_unscaled = False
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Back-propagate the scaled loss, and bring the gradients to the masters unless ``update_master_grads=False``.
+        """Back-propagate the scaled loss, and write the gradients to the masters unless ``update_master_grads=False``.
 
         Several calls add up; all but the last may leave the masters out, as with gradient accumulation.
         """
         scale = self.loss_scale
-        self._bring_gradients_to(scale)
+        self._rescale_gradients_to(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
@@ -229,7 +229,7 @@ class FP16_Optimizer(WithMasters):
                     self.optimizer.state[param][name] = value.float()
 
     @torch.no_grad()
-    def _bring_gradients_to(self, scale: float) -> None:
+    def _rescale_gradients_to(self, scale: float) -> None:
         """Rescale the gradients of earlier backward passes to the scale of the next pass, which adds to them."""
         before = self._scale_of_gradients or scale
         fp32_grads = _gradients(self.all_fp32_from_fp32_params)
