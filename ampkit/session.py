@@ -44,7 +44,7 @@ from .models import copies
 from .models.float32_values import value_of
 from .models.incoming import Incoming, widen_models
 from .models.preparing import prepare_models
-from .models.records import LeftAs, parameters_now, sync_weights
+from .models.records import ParameterRecord, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
@@ -80,7 +80,7 @@ class Session:
         self._undo = Undo()
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[LeftAs]] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[nn.Module, list[ParameterRecord]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         if not self.is_live:
@@ -156,7 +156,7 @@ class Session:
             widen_models(self.incoming, models, optimizers, plan)
         originals = prepare_models(models, optimizers, plan, undo)
         for model in models:
-            self._left_as[model] = parameters_now(model)
+            self._records[model] = parameters_now(model)
             watchers[model] = self
         self._patch_torch()
         self._prepare_optimizers(optimizers)
@@ -215,8 +215,8 @@ class Session:
             )
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
             self.incoming.widen_params(lower, self.optimizers)
-            for model in self._left_as:
-                self._left_as[model] = parameters_now(model)
+            for model in self._records:
+                self._records[model] = parameters_now(model)
         if self.plan.has_narrow_gradients:
             take_narrow_gradients(params, self._undo)
 
@@ -227,7 +227,7 @@ class Session:
             OptimizerWrapper(optimizer, self, slots)
             for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
                 self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
-                copies.hand_out_plain_state(inner)
+                copies.make_state_plain(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
         for wrapper in wrappers:
             if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments
@@ -328,13 +328,13 @@ class Session:
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
     def before_forward(self, model: nn.Module) -> None:
-        left_as, casting = self._left_as[model], self.casting
-        if sync_weights(model, left_as):
+        records, casting = self._records[model], self.casting
+        if sync_weights(model, records):
             self.scaling.advice.tell("assigned", self.plan.opt_level)
         weights_by_address.clear()
         if casting is not None:
             # One parameter tells whether the model has moved; the noted one is found sooner than the model's first.
-            first = left_as[0].param() if left_as else next(model.parameters(), None)
+            first = records[0].param() if records else next(model.parameters(), None)
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()

@@ -27,7 +27,7 @@ from memory import keep_freed_memory
 from torch import nn
 
 import ampkit
-from ampkit.models.float32_values import lower_entries
+from ampkit.models.float32_values import stored_weights
 from ampkit.optimizers import FusedAdam
 
 SETTINGS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -194,7 +194,7 @@ class Ours(Contender):
         return seconds
 
     def rests(self):
-        return [entry.rest for _, entry in lower_entries(self.model) if entry.rest is not None]
+        return [entry.rest for _, entry in stored_weights(self.model) if entry.rest is not None]
 
 
 def linears(device, small):

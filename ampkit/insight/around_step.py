@@ -15,7 +15,7 @@ import torch
 from .. import validation
 from ..api import step_was_skipped
 from ..errors import ConfigurationError
-from ..optimizers.scales import on
+from ..optimizers.scales import moved_to
 from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
 
@@ -88,4 +88,8 @@ def named_params(optimizer: Any) -> Iterator[Named]:
 def to_host(shares: dict[str, torch.Tensor]) -> dict[str, float]:
     """Convert scalar tensors to numbers, with a single read from the device."""
     values = list(shares.values())
-    return dict(zip(shares, torch.stack([on(value, values[0].device) for value in values]).tolist())) if values else {}
+    return (
+        dict(zip(shares, torch.stack([moved_to(value, values[0].device) for value in values]).tolist()))
+        if values
+        else {}
+    )

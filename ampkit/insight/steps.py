@@ -11,7 +11,7 @@ import torch
 
 from .. import kernels, validation
 from ..iteration.found_inf import values_of
-from ..optimizers.scales import on
+from ..optimizers.scales import moved_to
 from ..registry import session_of, wrapper_of
 from ..sharding import is_sharded, local, norm_over_processes
 from .around_step import AroundStep, is_skipped, named_params, to_host
@@ -60,7 +60,7 @@ class StepReport:
     def gradients(self) -> dict[str, torch.Tensor]:
         """Float32 copies of the gradients on their devices, for histograms."""
         return {
-            name: gradient.float() if factor is None else gradient.float() * on(factor, gradient.device)
+            name: gradient.float() if factor is None else gradient.float() * moved_to(factor, gradient.device)
             for name, (gradient, factor) in self._gradients().items()
         }
 
@@ -108,10 +108,10 @@ class StepReport:
         else:
             norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
         norms = [
-            norm if factor is None else norm * on(factor, norm.device).reshape(())
+            norm if factor is None else norm * moved_to(factor, norm.device).reshape(())
             for norm, (_, factor) in zip(norms, gradients)
         ]
-        return [on(norm, norms[0].device) for norm in norms]
+        return [moved_to(norm, norms[0].device) for norm in norms]
 
 
 class _OnStep(AroundStep):

@@ -58,7 +58,7 @@ class Weights:
         wrapper = wrapper_of(optimizer)
         stored = [] if wrapper is None else wrapper.gradients.stored
         rests = {
-            slot.param: functools.partial(getattr, slot.entry, "rest") for slot in stored if slot.entry is not None
+            slot.param: functools.partial(getattr, slot.master, "rest") for slot in stored if slot.master is not None
         }
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
         self._most = most

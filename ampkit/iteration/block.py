@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
 from ..labels import labelled
-from ..optimizers.scales import Scale, on
+from ..optimizers.scales import Scale, moved_to
 from ..registry import live_sessions, wrappers
 from .advice import Advice
 from .found_inf import BackwardPass, FoundInf
@@ -86,7 +86,7 @@ class Block:
         scaling = self.scaling
         held = scaling.held_scale
         self.scale = self.scaler.current(home_of(self.named)) if held is None else held
-        self.scaled = scaled = self.scaled * on(self.scale, self.scaled.device)
+        self.scaled = scaled = self.scaled * moved_to(self.scale, self.scaled.device)
         self._hold(self.named)
         if self.delay_unscale:
             self._hold_outside(scaling.find_unowned(self.named[0].owner))
@@ -168,7 +168,7 @@ class Block:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
         every = wrappers()
         if len(every) > len(self._held):
-            self._hold_strangers(reached, roots if inputs is None else (), scaled)
+            self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
         results = retained([self.scaled]) if retained_refs and inputs is None else []
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
@@ -185,7 +185,7 @@ class Block:
         if outside or has_python:
             self._hold_unowned(outside, has_python)
 
-    def _hold_strangers(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
+    def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
         candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
         certain = reached._replace(has_python=False)

@@ -19,8 +19,8 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside
 from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
-from ..models.float32_values import forget_gradient, put_gradient
-from ..optimizers.scales import Scale, on
+from ..models.float32_values import clear_gradient, put_gradient
+from ..optimizers.scales import Scale, moved_to
 from ..sharding import highest, local
 from .reach import are_still, seen
 
@@ -90,7 +90,7 @@ class FoundInf:
         first, *further = [finding for finding in findings if not finding.is_clean] or findings[:1]
         flag = first.flag
         if further:
-            flag = torch.stack([flag, *[on(finding.flag, flag.device) for finding in further]]).amax(0)
+            flag = torch.stack([flag, *[moved_to(finding.flag, flag.device) for finding in further]]).amax(0)
         combined = cls(flag, name_of=first._name_of)
         combined.lists = [pair for finding in (first, *further) for pair in finding.lists]
         combined.is_clean = first.is_clean
@@ -204,8 +204,8 @@ def bring_to(slots: list[Slot], factor: Scale) -> None:
         gradient = slot.param.grad
         if gradient is None:
             continue
-        if gradient.dtype is not slot.param.dtype and slot.entry is not None and not is_sparse(gradient):
-            forget_gradient(slot.param)
+        if gradient.dtype is not slot.param.dtype and slot.master is not None and not is_sparse(gradient):
+            clear_gradient(slot.param)
             slot.param.grad = torch.empty_like(gradient, dtype=slot.param.dtype)
         elif is_one:
             continue
@@ -222,7 +222,7 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf
     params, inputs, outputs, is_in_place = [], [], [], True
     for slot, gradient in fresh:
         output = gradient
-        dtype = gradient.dtype if slot.entry is None else torch.float32
+        dtype = gradient.dtype if slot.master is None else torch.float32
         if gradient.layout is not torch.strided:  # sparse: duplicate indices may add up beyond float16's range
             total = gradient.detach().to(dtype).coalesce()
             put_gradient(slot.param, total)
@@ -230,9 +230,9 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf
         elif gradient.grad_fn is not None:
             # After backward(create_graph=True): for autograd too, since a script may differentiate p.grad again.
             with torch.enable_grad():
-                put_gradient(slot.param, gradient.to(dtype) * on(inv, gradient.device))
+                put_gradient(slot.param, gradient.to(dtype) * moved_to(inv, gradient.device))
             gradient, output = gradient.detach(), slot.param.grad.detach()
-        elif slot.entry is not None and gradient.dtype is torch.float16:
+        elif slot.master is not None and gradient.dtype is torch.float16:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
         is_in_place = is_in_place and output is gradient
@@ -252,10 +252,12 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: Fo
         total = stash = slot.stash
         slot.stash = None
         if _is_for_torch(gradient) or _is_for_torch(stash):
-            put_gradient(slot.param, _sum(slot.param.grad, stash, stash.dtype if slot.entry is None else torch.float32))
+            put_gradient(
+                slot.param, _sum(slot.param.grad, stash, stash.dtype if slot.master is None else torch.float32)
+            )
             continue
         is_of_script = stash._is_view()  # a view of a flat buffer: autograd leaves no views
-        if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
+        if slot.master is not None and stash.dtype is not torch.float32 and not is_of_script:
             total = torch.empty_like(stash, dtype=torch.float32)
         put_gradient(slot.param, total)
         params.append(slot.param)
@@ -347,7 +349,7 @@ class Findings:
         if (checks or not is_one) and not (before is not None and self._is_settled()):
             again = self._look()
             if is_one:
-                self._found = scaler.update(self._heed_others(again) if self._beside else again)
+                self._found = scaler.update(self._combine_flags(again) if self._beside else again)
                 scaler.report()
             elif before is None:
                 apart.append(again)
@@ -407,7 +409,7 @@ class Findings:
         if self._gradients.judged is not None and not self._gradients.are_judged:
             self.forget()
 
-    def _heed_others(self, finding: FoundInf) -> FoundInf:
+    def _combine_flags(self, finding: FoundInf) -> FoundInf:
         """Combine this optimizer's flag with those of the block's other optimizers."""
         findings, beside, self._beside = [finding], self._beside, {}
         for other, known in beside.items():

@@ -17,8 +17,8 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, forget_gradient, put_gradient, value_of
-from ..optimizers.scales import Scale, norm_of, on, ratio
+from ..models.float32_values import Float32Value, clear_gradient, put_gradient, value_of
+from ..optimizers.scales import Scale, moved_to, norm_of, ratio
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
@@ -30,15 +30,15 @@ _CPU = torch.device("cpu")
 class Slot:
     """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
 
-    ``entry`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
+    ``master`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
     gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
     """
 
-    __slots__ = ("__weakref__", "entry", "owners", "param", "stash")
+    __slots__ = ("__weakref__", "master", "owners", "param", "stash")
 
-    def __init__(self, param: torch.Tensor, entry: Float32Value | None = None) -> None:
+    def __init__(self, param: torch.Tensor, master: Float32Value | None = None) -> None:
         self.param = param
-        self.entry = entry
+        self.master = master
         self.owners = 0
         self.stash: torch.Tensor | None = None
 
@@ -191,7 +191,7 @@ class Gradients:
                 self.slots.append(slot)
                 self.params.append(slot.param)
                 self.ids.add(id(slot.param))
-                if slot.entry is not None:
+                if slot.master is not None:
                     self.stored.append(slot)
         self.process_groups = list(
             dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._of_script])
@@ -264,7 +264,7 @@ class Gradients:
             if stored_gradient(slot.param) is None:
                 continue
             gradient = slot.stash = slot.param.grad
-            forget_gradient(slot.param)
+            clear_gradient(slot.param)
             note_set_aside(slot.param)
             if copies and gradient.dtype is slot.param.dtype:
                 slot.stash = gradient.clone()
@@ -295,7 +295,7 @@ class Gradients:
                 fresh.append(gradient)
                 stashes.append(stash)
             else:
-                slot.param.grad = gradient + (stash * on(scale, stash.device)).to(gradient.dtype)
+                slot.param.grad = gradient + (stash * moved_to(scale, stash.device)).to(gradient.dtype)
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
         self.state, self.scale, self.holder = State.WAITING, scale, None
 
@@ -345,7 +345,7 @@ class Gradients:
             gradient = slot.param.grad
             if gradient is not None and gradient.dtype is not slot.param.dtype:
                 slot.stash = gradient
-                forget_gradient(slot.param)
+                clear_gradient(slot.param)
 
     def in_float32(self) -> dict[Slot, torch.Tensor]:
         """Return the gradients of weights with rests in float32, clipped: ``param.grad`` itself where it needs no change."""
@@ -358,7 +358,7 @@ class Gradients:
             if gradient.dtype is torch.float32 and clip is None:
                 result[slot] = gradient
             elif is_sparse(gradient):
-                result[slot] = gradient.float() if clip is None else gradient.float() * on(clip, gradient.device)
+                result[slot] = gradient.float() if clip is None else gradient.float() * moved_to(clip, gradient.device)
             else:
                 result[slot] = torch.empty_like(gradient, dtype=torch.float32)
                 inputs.append(gradient)
@@ -392,7 +392,7 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
-        plain = [slot.gradient for slot in self.slots if slot.entry is None and slot.gradient is not None]
+        plain = [slot.gradient for slot in self.slots if slot.master is None and slot.gradient is not None]
         plain = list(map(values_of, plain))
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
@@ -417,12 +417,12 @@ class Gradients:
         plain, clipped = [], []
         for slot in self.slots:
             if (gradient := slot.gradient) is not None:
-                (plain if clip is None or slot.entry is None else clipped).append(values_of(gradient))
+                (plain if clip is None or slot.master is None else clipped).append(values_of(gradient))
         norms = [norm for norm in (norm_of(plain), norm_of(clipped)) if norm is not None]
         if clipped:
-            norms[-1] = norms[-1] * on(clip, norms[-1].device)
+            norms[-1] = norms[-1] * moved_to(clip, norms[-1].device)
         if len(norms) > 1:
-            return kernels.multi_tensor_l2norm([on(norm, norms[0].device) for norm in norms])[0]
+            return kernels.multi_tensor_l2norm([moved_to(norm, norms[0].device) for norm in norms])[0]
         return norms[0] if norms else None
 
     # Clearing
@@ -435,11 +435,11 @@ class Gradients:
         self.forget()
         for slot in self.slots:
             slot.stash = None
-            if clears_all or slot.entry is not None:
-                if set_to_none and slot.entry is None:
+            if clears_all or slot.master is not None:
+                if set_to_none and slot.master is None:
                     slot.param.grad = None
                 elif set_to_none:
-                    forget_gradient(slot.param)
+                    clear_gradient(slot.param)
                 elif (gradient := slot.gradient) is not None:
                     if gradient.grad_fn is not None:
                         gradient.detach_()
@@ -459,4 +459,4 @@ class Gradients:
         for slot in self.slots:
             if slot.gradient is not None and (all_of_them or slot.owners > 1):
                 gradient = values_of(slot.gradient).detach()
-                gradient.masked_fill_(on(flag, gradient.device) != 0, 0.0)
+                gradient.masked_fill_(moved_to(flag, gradient.device) != 0, 0.0)

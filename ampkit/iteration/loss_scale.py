@@ -19,7 +19,7 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import is_rank_zero, logger
-from ..optimizers.scales import on, refuse_to_begin
+from ..optimizers.scales import moved_to, refuse_to_begin
 from .found_inf import FoundInf, arrived, is_capturing, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
@@ -259,7 +259,7 @@ class LossScaler:
         """Count a skipped step where ``flag`` is above 0, and leave the scale."""
         if self._state is None:
             self._move_to(flag.device)
-        self._state[-1:].add_(on(flag > 0, self._state.device))
+        self._state[-1:].add_(moved_to(flag > 0, self._state.device))
         self._has_news = True
         self._copy.send(self._iterations)
 

@@ -107,7 +107,7 @@ class OptimizerWrapper:
         return [
             (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
             for slot in self.gradients.slots
-            if slot.entry is None and slot.param.dtype in LOWER_PRECISION and slot.param in state
+            if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state
         ]
 
     def master_params(self) -> Iterator[Tensor]:
@@ -118,8 +118,8 @@ class OptimizerWrapper:
         elif self.gradients.has_fresh:
             self.advice.tell("scaled", "master_params was asked for")
         if self.gradients.stored:
-            self.gradients.stored[0].entry.loans.lend_again()
-        values = {slot.param: slot.entry for slot in self.gradients.stored}
+            self.gradients.stored[0].master.loans.lend_again()
+        values = {slot.param: slot.master for slot in self.gradients.stored}
         for param in params_of(self.optimizer()):
             value = values.get(param)
             if value is not None:
@@ -158,12 +158,12 @@ class OptimizerWrapper:
 
     def hand_gradients(self) -> None:
         """Give the present gradients, after a block, to lent float32 parameters that a script still holds."""
-        lent = [slot for slot in self.gradients.stored if slot.entry.loans.held_by_script(slot.entry) is not None]
+        lent = [slot for slot in self.gradients.stored if slot.master.loans.held_by_script(slot.master) is not None]
         self.has_lent = bool(lent)
         if lent:
             self.gradients.widen()
         for slot in lent:
-            slot.entry.loans.lend_again(slot.entry)
+            slot.master.loans.lend_again(slot.master)
 
     def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
         """Bring every gradient, unscaled, to ``param.grad``, and take over writes to loans. Returns whether there are gradients.
@@ -173,7 +173,7 @@ class OptimizerWrapper:
         """
         gradients = self.gradients
         if gradients.stored:
-            gradients.stored[0].entry.loans.end(refuses=refuses)
+            gradients.stored[0].master.loans.end(refuses=refuses)
         if not gradients.settle(refuses):
             self.findings.drop_cleared()
             return False
@@ -340,7 +340,7 @@ class OptimizerWrapper:
         if self.gradients.clipping.pending is not None:
             self.gradients.clipping.end_step()
         if self.gradients.stored and not skipped:
-            self.gradients.stored[0].entry.loans.lend_again()
+            self.gradients.stored[0].master.loans.lend_again()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()
         if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them

@@ -126,7 +126,7 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
             return original(roots, *args, **kwargs)
         run = telling(original, roots) if listeners else original
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
-        if open_blocks and _tell_blocks(roots, inputs):
+        if open_blocks and _notify_blocks(roots, inputs):
             return run(roots, *args, **kwargs)
         reached = _reached_outside(roots, inputs)
         run(roots, *args, **kwargs)
@@ -137,7 +137,7 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
+def _notify_blocks(roots: list[Any], inputs: Any) -> bool:
     """Let the blocks whose scaled losses a backward pass comes from hold what it will write to, whatever the thread.
 
     Returns whether there are such blocks, or the pass runs inside of a block of this thread all the same.

@@ -92,11 +92,11 @@ class StandIns:
         """Copy values and gradients from the model into the stand-ins."""
         slots = self._gradients.stored
         for slot in slots:
-            slot.entry.loans.end(slot.entry)
-            slot.entry.move_rest_beside(slot.param)
+            slot.master.loans.end(slot.master)
+            slot.master.move_rest_beside(slot.param)
             self._of[slot].data = torch.empty_like(slot.param, dtype=torch.float32, requires_grad=False)
         params, values = [slot.param for slot in slots], [self._of[slot] for slot in slots]
-        kernels.multi_tensor_join(params, [slot.entry.rest for slot in slots], values)
+        kernels.multi_tensor_join(params, [slot.master.rest for slot in slots], values)
         self.take_gradients()
 
     def take_gradients(self) -> None:
@@ -115,7 +115,7 @@ class StandIns:
             self._refuse_steps_past()
         slots = self._gradients.stored
         kernels.multi_tensor_split(
-            [self._of[slot] for slot in slots], [slot.param for slot in slots], [slot.entry.rest for slot in slots]
+            [self._of[slot] for slot in slots], [slot.param for slot in slots], [slot.master.rest for slot in slots]
         )
 
     def _refuse_steps_past(self) -> None:
@@ -208,5 +208,5 @@ def step_evaluating_again(
 
 def _copies(slots: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
     """Each parameter and each rest, with a copy of its values."""
-    values = [slot.param.detach() for slot in slots] + [slot.entry.rest for slot in slots if slot.entry is not None]
+    values = [slot.param.detach() for slot in slots] + [slot.master.rest for slot in slots if slot.master is not None]
     return [(value, value.clone()) for value in values]

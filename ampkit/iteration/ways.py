@@ -56,7 +56,7 @@ def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
     """Pass `StepInputs` to a fused optimizer. If it takes no rests, it updates float32 copies of stored weights."""
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
-        rests={id(slot.param): slot.entry.rest for slot in gradients.stored},
+        rests={id(slot.param): slot.master.rest for slot in gradients.stored},
         clip=gradients.clipping.pending,
         found_inf=found_inf,
         total_norm=gradients.total_norm,
@@ -157,7 +157,7 @@ class OnePassStep:
 
         A call takes parameters of one device, with equal elements in ``apart``, a list beside ``params``.
         """
-        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored} if self._gradients.stored else {}
+        rests = {id(slot.param): slot.master.rest for slot in self._gradients.stored} if self._gradients.stored else {}
         by_kind: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
             by_kind.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)

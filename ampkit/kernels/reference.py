@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampkit.kernels import backend
 from ampkit.kernels.checks import check_lists, compute_dtype
-from ampkit.kernels.routing import NO_BAD, Number, Tensors, number, on, serve
+from ampkit.kernels.routing import NO_BAD, Number, Tensors, moved_to, number, serve
 from ampkit.kernels.split import join, split
 
 
@@ -50,7 +50,7 @@ def _scale(scale, scale_tensor, found_inf, first_bad, inputs, outputs):
 def _product(x, factor, dtype):
     """Return ``x * factor`` in this dtype, or ``x`` itself where the factor is the number 1."""
     if isinstance(factor, Tensor):
-        return x.to(dtype) * on(factor.reshape(()), x.device)
+        return x.to(dtype) * moved_to(factor.reshape(()), x.device)
     return x if factor == 1.0 else x.to(dtype) * factor
 
 
@@ -162,9 +162,9 @@ def multi_tensor_unscale_l2norm(
 
 def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_bad, inputs, outputs):
     device = inputs[0].device
-    each = torch.stack([on(norm, device) for norm in _norms(inputs)])  # first: outputs may be the inputs
+    each = torch.stack([moved_to(norm, device) for norm in _norms(inputs)])  # first: outputs may be the inputs
     _scale(inv_scale, inv_scale_tensor, found_inf, first_bad, inputs, outputs)
-    factor = inv_scale if inv_scale_tensor is None else on(inv_scale_tensor.reshape(()), device)
+    factor = inv_scale if inv_scale_tensor is None else moved_to(inv_scale_tensor.reshape(()), device)
     norms = torch.cat([each.square().sum().sqrt().reshape(1), each if per_tensor else each[:0]])
     norms = (norms * abs(factor)).to(torch.float32)
     return norms[:1].clone(), norms[1:].clone()
@@ -210,7 +210,7 @@ def update_scale(
         raise RuntimeError(
             f"update_scale: state is {state.dtype} of shape {list(state.shape)}; pass a contiguous int32 tensor of shape [7]"
         )
-    found_inf = on(found_inf, state.device)
+    found_inf = moved_to(found_inf, state.device)
     if state.device.type in backend.kernel_devices:
         backend.through_dispatcher("update_scale", state, found_inf.to(torch.float32), *rule)
     else:
@@ -253,7 +253,9 @@ def report_non_finite(tensors, found_inf, first_bad=None):
     else:
         extremes = torch._foreach_norm(values, float("inf"))
     home = (first_bad if found_inf is None else found_inf).device
-    bad = torch.stack([on(x, home) for x in extremes]).isfinite().reshape(len(values), -1).all(dim=1).logical_not()
+    bad = (
+        torch.stack([moved_to(x, home) for x in extremes]).isfinite().reshape(len(values), -1).all(dim=1).logical_not()
+    )
     if found_inf is not None:
         found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
     if first_bad is not None:

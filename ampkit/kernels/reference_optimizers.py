@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.moments import MOMENTS, PARAM, Rounding, unpack
-from ampkit.kernels.routing import Number, Tensors, number, on, serve
+from ampkit.kernels.routing import Number, Tensors, moved_to, number, serve
 from ampkit.kernels.split import join, split
 
 
@@ -90,7 +90,7 @@ def _write(found_inf: Tensor | None, results: list[tuple[Tensor, Tensor]]) -> No
     """Round values into the tensors that they stand for, unless something was found."""
     if found_inf is not None:
         skips = found_inf.reshape(()) != 0
-        results = [(t, torch.where(on(skips, t.device), t, value.to(t.dtype))) for t, value in results]
+        results = [(t, torch.where(moved_to(skips, t.device), t, value.to(t.dtype))) for t, value in results]
     if results:
         torch._foreach_copy_(*map(list, zip(*results)))
 

@@ -85,12 +85,12 @@ def number(value: Number | None) -> tuple[float, Tensor | None]:
 
 
 @overload
-def on(number: Tensor, device: torch.device) -> Tensor: ...
+def moved_to(number: Tensor, device: torch.device) -> Tensor: ...
 @overload
-def on(number: float, device: torch.device) -> float: ...
+def moved_to(number: float, device: torch.device) -> float: ...
 @overload
-def on(number: None, device: torch.device) -> None: ...
-def on(number: Number | None, device: torch.device) -> Number | None:
+def moved_to(number: None, device: torch.device) -> None: ...
+def moved_to(number: Number | None, device: torch.device) -> Number | None:
     """Move a number to a device. Waits for a GPU's work only for pinned memory, which may be written to meanwhile."""
     if not isinstance(number, Tensor) or number.device == device:
         return number
@@ -109,7 +109,7 @@ def _serve_refused(
     not_empty = {key: column for key, column in lists.items() if column}  # an empty list stands for one that is absent
     check_lists(name, not_empty, dict(zip(("found_inf", "first_bad"), flags)))
     device = tensors[0].device
-    rest = tuple([on(x, device) for x in rest])
+    rest = tuple([moved_to(x, device) for x in rest])
     one_device = all([tensor.device == device for tensor in (*tensors, *flags) if tensor is not None])
     # LAMB's kernel computes directions twice, from moments that must not be rounded in between.
     moments = (*lists["exp_avgs"], *lists["exp_avg_sqs"]) if rule == "lamb" else ()

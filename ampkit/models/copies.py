@@ -26,44 +26,46 @@ _METHODS = ("__deepcopy__", "__reduce_ex__")
 _PREFIX = "_ampkit_"
 
 
-def in_float32(param: nn.Parameter) -> nn.Parameter | None:
+def float32_copy(param: nn.Parameter) -> nn.Parameter | None:
     """Return a float32 copy to copy or pickle for a weight that is stored in lower precision, None for any other."""
-    if (entry := value_of(param)) is None:
+    if (master := value_of(param)) is None:
         return None
-    return nn.Parameter(entry.current(param), param.requires_grad)
+    return nn.Parameter(master.current(param), param.requires_grad)
 
 
 def copy_parameter(original: Callable, self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    if id(self) not in memo and (plain := in_float32(self)) is not None:
+    if id(self) not in memo and (plain := float32_copy(self)) is not None:
         memo[id(self)] = plain
     return original(self, memo)
 
 
 def pickle_parameter(original: Callable, self: nn.Parameter, protocol: int) -> Any:
-    if (plain := in_float32(self)) is None:
+    if (plain := float32_copy(self)) is None:
         return original(self, protocol)
     plain.__dict__.update(self.__dict__)  # torch pickles attributes, and does not copy them
     return original(plain, protocol)
 
 
-def for_processes(param: nn.Parameter) -> Any:
+def pickle_for_process(param: nn.Parameter) -> Any:
     """Pickle a parameter for another process. While a child is spawned, its shared memory is kept alive until the child has it."""
-    if (plain := in_float32(param)) is not None and (popen := multiprocessing.context.get_spawning_popen()) is not None:
+    if (plain := float32_copy(param)) is not None and (
+        popen := multiprocessing.context.get_spawning_popen()
+    ) is not None:
         vars(popen).setdefault("_ampkit_shared", []).append(plain)
     return reduce_tensor(param if plain is None else plain)
 
 
-def no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
+def prevent_fused_kernel(module: nn.Module, args: tuple) -> None:
     """Do nothing: with a hook on a part, torch's TransformerEncoderLayer calls its parts instead of one fused kernel."""
 
 
-def hand_out_plain_copies(model: nn.Module) -> None:
+def make_copies_plain(model: nn.Module) -> None:
     """Make deep copies and pickles of a model plain: without ampkit's attributes and hooks."""
     for name, function in zip(_METHODS, (_deepcopy, _reduce)):
         model.__dict__[name] = functools.partial(function, weakref.ref(model))
 
 
-def take_off(model: nn.Module) -> None:
+def remove_attributes(model: nn.Module) -> None:
     """Remove every attribute and hook that ampkit has set on a model."""
     attributes = model.__dict__
     if INNER_FORWARD_KEY in attributes:
@@ -71,21 +73,21 @@ def take_off(model: nn.Module) -> None:
     for key in [key for key in attributes if key in _METHODS or key.startswith(_PREFIX)]:
         del attributes[key]
     hooks = attributes["_forward_pre_hooks"]
-    for number in [number for number, hook in hooks.items() if hook is no_kernel_in_its_place]:
+    for number in [number for number, hook in hooks.items() if hook is prevent_fused_kernel]:
         del hooks[number]
 
 
-def _without_ours(model: nn.Module) -> nn.Module:
+def _plain_twin(model: nn.Module) -> nn.Module:
     """Return a shallow copy of the model without ampkit's attributes, over the same tensors and modules."""
     plain = object.__new__(type(model))
     plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
-    take_off(plain)
+    remove_attributes(plain)
     return plain
 
 
 def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     model = ref()
-    plain = _without_ours(model)
+    plain = _plain_twin(model)
     if not hasattr(type(plain), "__deepcopy__"):
         return copy._reconstruct(model, memo, *plain.__reduce_ex__(4))
     twin = memo[id(model)] = type(plain).__deepcopy__(plain, memo)
@@ -94,10 +96,10 @@ def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
 
 
 def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
-    return _without_ours(ref()).__reduce_ex__(protocol)
+    return _plain_twin(ref()).__reduce_ex__(protocol)
 
 
-def hand_out_plain_state(optimizer: Any) -> None:
+def make_state_plain(optimizer: Any) -> None:
     """Make copies of an optimizer, whose weights are copied in float32, have float32 moments: torch cannot mix dtypes."""
     optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer))
 

@@ -45,39 +45,39 @@ class Loans:
         """Drop all loans: the session is over."""
         self._of.clear()
 
-    def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
+    def lend_parameter(self, master: Float32Value, lower: Tensor) -> Tensor:
         """Return the float32 value as a parameter with the gradient of ``lower``: the same object as long as a script holds it."""
-        self.end(entry)
-        lent = self.held_by_script(entry)
+        self.end(master)
+        lent = self.held_by_script(master)
         if lent is None:
             lent = nn.Parameter(lower.new_empty(0, dtype=torch.float32), requires_grad=lower.requires_grad)
-            self._of[entry] = Loan(lower, weakref.ref(lent))
-        self.lend_again(entry)
+            self._of[master] = Loan(lower, weakref.ref(lent))
+        self.lend_again(master)
         return lent
 
-    def held_by_script(self, entry: Float32Value) -> Tensor | None:
+    def held_by_script(self, master: Float32Value) -> Tensor | None:
         """Return the parameter that was lent, or None if no script holds it any more."""
-        return self._of[entry].held() if entry in self._of else None
+        return self._of[master].held() if master in self._of else None
 
-    def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
+    def end(self, master: Float32Value | None = None, refuses: bool = True) -> None:
         """Write a script's changes of one loan, or of all, to the weights. A rest must not change while its value is lent.
 
         Raises `ConfigurationError` where a script has written to the weight too; without ``refuses`` that write wins.
         """
-        if self._of and (entry is None or entry in self._of):
-            loans = self._of.items() if entry is None else [(entry, self._of[entry])]
+        if self._of and (master is None or master in self._of):
+            loans = self._of.items() if master is None else [(master, self._of[master])]
             _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
-    def lend_again(self, entry: Float32Value | None = None) -> None:
+    def lend_again(self, master: Float32Value | None = None) -> None:
         """Update the parameters that a script still holds, of one value or of all, to the present values and gradients."""
-        for master in list(self._of) if entry is None else [entry] if entry in self._of else []:
-            loan = self._of[master]
+        for key in list(self._of) if master is None else [master] if master in self._of else []:
+            loan = self._of[key]
             if (held := loan.held()) is None:
-                del self._of[master]
+                del self._of[key]
                 continue
             if loan.lent is None:
-                master.move_rest_beside(loan.lower)
-                held.data = joined(loan.lower.detach(), master.rest)
+                key.move_rest_beside(loan.lower)
+                held.data = joined(loan.lower.detach(), key.rest)
                 loan.lent, loan.before = held, loan.lower.detach().clone()
             loan.gradient = loan.lower.grad
             put_gradient(held, loan.gradient)  # inside of a block it is in lower precision
@@ -90,7 +90,7 @@ def put_gradient(param: Tensor, gradient: Tensor | None) -> None:
     param.grad = gradient
 
 
-def forget_gradient(param: Tensor) -> None:
+def clear_gradient(param: Tensor) -> None:
     """Clear ``param.grad``, and have the next backward pass make one in the parameter's dtype, which DDP asks for."""
     gradient, param.grad = param.grad, None
     if gradient is not None and gradient.dtype is not param.dtype:
@@ -101,7 +101,7 @@ def forget_gradient(param: Tensor) -> None:
 def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
     """Write to weights and rests what a script has written to the parameters of these loans."""
     written: list[tuple[Float32Value, Tensor, Tensor, Tensor, Tensor]] = []
-    for entry, loan in ended:
+    for master, loan in ended:
         lent, before, loan.lent, loan.before = loan.lent, loan.before, None, None
         if lent.grad is not loan.gradient:
             put_gradient(loan.lower, lent.grad)
@@ -111,26 +111,26 @@ def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
                 f"{tuple(lent.shape)}. Write values of the same shape to it, or to the model's weight."
             )
         value = lent.detach().to(before.device)
-        elements = joined(before, entry.rest).view(torch.int32) != value.view(torch.int32)
-        written.append((entry, loan.lower, before, value, elements))
+        elements = joined(before, master.rest).view(torch.int32) != value.view(torch.int32)
+        written.append((master, loan.lower, before, value, elements))
     # One read of each device; more only where something was written.
     devices = {elements.device for *_, elements in written}
     flags = [torch.stack([x.any() for *_, x in written if x.device == one]) for one in devices]
     taken = []
-    for entry, lower, before, value, elements in written if any(bool(flag.any()) for flag in flags) else ():
+    for master, lower, before, value, elements in written if any(bool(flag.any()) for flag in flags) else ():
         now = lower.detach().to(before.device)
         if not elements.any() or now.shape != before.shape or now.dtype is not before.dtype:
             continue  # another weight is there by now, and stays as it is
         if any(torch.equal(now.view(torch.int16), one.view(torch.int16)) for one in (before, value.to(now.dtype))):
-            taken.append((entry, lower, value, elements))
+            taken.append((master, lower, value, elements))
         elif refuses:
             raise ConfigurationError(
                 f"A weight of shape {tuple(lower.shape)} and its float32 value (from ampkit.master_params) were both written to "
                 "since the last forward or step, and now differ: one of the two writes would be lost. Write to one of them only, "
                 "or call master_params again after writing to the weight."
             )
-    for entry, *what in taken:  # nothing, where one is refused
-        entry.write(*what)
+    for master, *what in taken:  # nothing, where one is refused
+        master.write(*what)
 
 
 @dataclass(eq=False)
@@ -211,17 +211,17 @@ class Float32Value:
 
 def value_of(param: Tensor) -> Float32Value | None:
     """Return the float32 value of a parameter that is stored in lower precision, None for any other."""
-    entry = stored.get(param) if param.dtype in LOWER_PRECISION else None
-    return None if entry is None or entry.dtype is not param.dtype else entry
+    master = stored.get(param) if param.dtype in LOWER_PRECISION else None
+    return None if master is None or master.dtype is not param.dtype else master
 
 
-def lower_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
+def own_stored_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
     """Yield (name, parameter, float32 value) for the module's own parameters that are stored in lower precision."""
     for name, param in module._parameters.items():
-        if param is not None and (entry := value_of(param)) is not None:
-            yield name, param, entry
+        if param is not None and (master := value_of(param)) is not None:
+            yield name, param, master
 
 
-def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
+def stored_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
     """Yield (parameter, float32 value) for all parameters of the model that are stored in lower precision."""
-    return ((param, entry) for module in model.modules() for _, param, entry in lower_in(module))
+    return ((param, master) for module in model.modules() for _, param, master in own_stored_weights(module))

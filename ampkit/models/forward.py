@@ -29,8 +29,8 @@ from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
-from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, no_kernel_in_its_place, take_off
-from .float32_values import lower_entries
+from .copies import INNER_FORWARD_KEY, make_copies_plain, prevent_fused_kernel, remove_attributes
+from .float32_values import stored_weights
 
 CASTS_KEY = "_ampkit_casts"
 
@@ -71,13 +71,13 @@ _running = _Running()
 
 
 def _apply(model: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
-    cast = list(lower_entries(model))
+    cast = list(stored_weights(model))
     if (session := watchers.get(model)) is not None:
         session.before_apply()
     result = original(model, *args, **kwargs)
-    for tensor, entry in cast:
-        entry.move_rest_beside(tensor)
-        entry.was_made_float32 = tensor.dtype is torch.float32  # the next forward says so
+    for tensor, master in cast:
+        master.move_rest_beside(tensor)
+        master.was_made_float32 = tensor.dtype is torch.float32  # the next forward says so
     return result
 
 
@@ -105,19 +105,19 @@ def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict
         return copy._reconstruct(model, None, *model.__reduce_ex__(4)) if original is None else original(model)
     twin = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
-    hand_out_plain_copies(twin)
+    make_copies_plain(twin)
     return twin
 
 
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
     """Make the forward of ``model`` cast as ``casts`` says, whichever way it is called; ``undo`` restores its class."""
     if casts.is_kept:
-        model.register_forward_pre_hook(no_kernel_in_its_place)
+        model.register_forward_pre_hook(prevent_fused_kernel)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
-    hand_out_plain_copies(model)
+    make_copies_plain(model)
     wrap_methods(type(model), _METHODS, undo, _in_a_call)
 
 
@@ -125,7 +125,7 @@ def uninstall(model: nn.Module) -> None:
     """Undo `install` for the model itself."""
     watchers.pop(model, None)
     compiled_models.not_before_calls(weakref.ref(model))
-    take_off(model)
+    remove_attributes(model)
 
 
 def cast_inputs(function: Callable) -> Callable:

@@ -20,7 +20,7 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..patching import by_tensor
 from ..sharding import fsdp_modules
-from .shared_memory import refuse_coming_apart
+from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room
 
@@ -69,7 +69,7 @@ class Incoming:
             if not params and not buffers:
                 continue
             widened.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
-            refuse_coming_apart(models, set(params), plan)
+            refuse_shared_memory(models, set(params), plan)
             self.widen_params(params, optimizers)
             for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)

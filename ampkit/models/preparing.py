@@ -27,7 +27,7 @@ from .forward import ForwardCasts
 from .incoming import flatten
 from .keep_fp32 import NOT_TRAINED, Kept
 from .records import members
-from .shared_memory import refuse_coming_apart
+from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room
 # The values and gradients from before the casts, until all is prepared: a failure is then undone exactly.
@@ -46,7 +46,7 @@ def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan:
     for choice in kept if plan.stores_weights else ():
         if not fsdp_modules(choice.model):  # FSDP2 casts what it gathers
             chosen |= _to_cast(choice, loans)
-    refuse_coming_apart(models, chosen, plan)
+    refuse_shared_memory(models, chosen, plan)
     _warn_of_losses(chosen, plan)
     for param in chosen:
         originals[param] = (param.data, param.grad)
@@ -102,17 +102,17 @@ def _is_too_large(param: torch.Tensor) -> bool:
 
 def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
     """Cast a tensor in place. With master weights a rest keeps its float32 value, and its gradient stays float32."""
-    entry, gradient = Float32Value(loans, plan.cast_model_type if plan.casts_weights else tensor.dtype), tensor.grad
+    master, gradient = Float32Value(loans, plan.cast_model_type if plan.casts_weights else tensor.dtype), tensor.grad
     if plan.master_weights:
-        lower, entry.rest = kernels.parted(tensor.detach().float(), entry.dtype)
+        lower, master.rest = kernels.parted(tensor.detach().float(), master.dtype)
     else:
-        lower = tensor.detach().to(entry.dtype)
-        gradient = None if gradient is None else gradient.to(entry.dtype)
+        lower = tensor.detach().to(master.dtype)
+        gradient = None if gradient is None else gradient.to(master.dtype)
     # All memory is allocated: nothing below fails.
     tensor.grad, tensor.data = None, lower
     put_gradient(tensor, gradient)
     keep_hooks_in_dtype(tensor)
-    return entry
+    return master
 
 
 def restore_weights(loans: Loans, originals: Originals) -> None:
@@ -120,11 +120,11 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
 
     Parameters of models and layers that are gone by now are left out.
     """
-    entries = {param: entry for param, entry in stored.items() if entry is not None and entry.loans is loans}
+    masters = {param: master for param, master in stored.items() if master is not None and master.loans is loans}
     parts = [module for module, own in members.items() if own is loans]
 
-    def restore(param: torch.Tensor, entry: Float32Value) -> None:
-        value = entry.current(param) if param.dtype is entry.dtype else param.detach().float()
+    def restore(param: torch.Tensor, master: Float32Value) -> None:
+        value = master.current(param) if param.dtype is master.dtype else param.detach().float()
         value, gradient = originals.get(param) or (value, param.grad)
         del stored[param]
         param.grad, param.data = None, value
@@ -137,7 +137,7 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
         for param in module.parameters(recurse=False):
             stored.pop(param, None)
 
-    restored = ((restore, *pair) for pair in entries.items())
+    restored = ((restore, *pair) for pair in masters.items())
     run_all(
         [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.forget,)]
     )

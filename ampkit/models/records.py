@@ -20,32 +20,32 @@ from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import Reference
-from .float32_values import Float32Value, Loans, lower_in
+from .float32_values import Float32Value, Loans, own_stored_weights
 
 #: The modules of models that store weights in lower precision, and the loans of their sessions.
 members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
 
 
-class LeftAs(NamedTuple):
+class ParameterRecord(NamedTuple):
     """A parameter with the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision."""
 
     param: Reference
     dtype: torch.dtype
-    entry: Float32Value | None
+    master: Float32Value | None
 
 
-def parameters_now(model: nn.Module) -> list[LeftAs]:
+def parameters_now(model: nn.Module) -> list[ParameterRecord]:
     """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
     every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
-    return [LeftAs(Reference(param), param.dtype, stored.get(param)) for param in every]
+    return [ParameterRecord(Reference(param), param.dtype, stored.get(param)) for param in every]
 
 
 def save(original: Callable, self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
     """Put copies of the float32 values into ``state_dict()``; with ``keep_vars=True`` as parameters."""
     original(self, destination, prefix, keep_vars)
-    for name, lower, entry in lower_in(self):
+    for name, lower, master in own_stored_weights(self):
         key = prefix + name
-        destination[key] = entry.in_state_dict(lower, destination, key, keep_vars)
+        destination[key] = master.in_state_dict(lower, destination, key, keep_vars)
 
 
 def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -53,10 +53,10 @@ def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: A
     saved = original(self, *args, **kwargs)
     if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name, lower, entry in lower_in(self):
+        for name, lower, master in own_stored_weights(self):
             value = saved.get(key := prefix + name)
             if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
-                saved[key] = entry.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
+                saved[key] = master.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
     return saved
 
 
@@ -71,18 +71,18 @@ def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, met
             "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
             "initialize()."
         )
-    entries = list(lower_in(self))
-    for _, _, entry in entries:
-        entry.loans.end(entry)  # what was written to a loan before is older
+    masters = list(own_stored_weights(self))
+    for _, _, master in masters:
+        master.loans.end(master)  # what was written to a loan before is older
     original(self, state_dict, prefix, metadata, *args)
-    for name, tensor, entry in entries:
+    for name, tensor, master in masters:
         loaded = state_dict.get(prefix + name)
         if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
             if loaded.dtype is not tensor.dtype:
-                entry.put(tensor, loaded)
+                master.put(tensor, loaded)
 
 
-def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
+def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
     """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
 
     Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
@@ -91,16 +91,16 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
         loans.end()
         loans.lend_again()
     assigned, changed = [], []
-    for ref, dtype, entry in left_as:
+    for ref, dtype, master in records:
         if (param := ref()) is None:
             continue
         if param.dtype is not dtype:
-            is_value = entry is not None and param.dtype is torch.float32 and not entry.was_made_float32
-            (assigned if is_value else changed).append((param, dtype, entry))
-        elif entry is not None and (rest := entry.rest) is not None:
-            # Not entry.move_rest_beside(param), which every weight would be asked for in every forward.
+            is_value = master is not None and param.dtype is torch.float32 and not master.was_made_float32
+            (assigned if is_value else changed).append((param, dtype, master))
+        elif master is not None and (rest := master.rest) is not None:
+            # Not master.move_rest_beside(param), which every weight would be asked for in every forward.
             if rest.numel() != param.numel() or rest.device != param.device:
-                entry.move_rest_beside(param)
+                master.move_rest_beside(param)
     names = {param: name for name, param in model.named_parameters()} if changed else {}
     for param, dtype, _ in changed:
         if param in names:
@@ -108,8 +108,8 @@ def sync_weights(model: nn.Module, left_as: Sequence[LeftAs]) -> bool:
                 f"{names[param]!r} is {param.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
                 "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
             )
-    for param, _, entry in assigned:
-        entry.take_float32(param)
+    for param, _, master in assigned:
+        master.take_float32(param)
     return bool(assigned)
 
 

@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..logs import logger
 
 
-def refuse_coming_apart(models: Sequence[nn.Module], leaving: Container[Tensor], plan: Any) -> None:
+def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[Tensor], plan: Any) -> None:
     """Raise `ConfigurationError` where a parameter in ``leaving`` shares memory with another one.
 
     Apex ended the sharing without a word; its scripts get a warning.

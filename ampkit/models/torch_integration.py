@@ -24,8 +24,8 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import copy_parameter, for_processes, pickle_parameter
-from .float32_values import lower_entries
+from .copies import copy_parameter, pickle_for_process, pickle_parameter
+from .float32_values import stored_weights
 from .records import load, save, save_past_torch
 
 #: Methods of a process group that write to their first argument, which may be a list of lists. The functions of
@@ -56,7 +56,7 @@ def _patch(patches: PatchSet) -> None:
     ):
         if hasattr(owner, name):
             patches.put_around(owner, name, around)
-    patches.set(ForkingPickler._extra_reducers, nn.Parameter, for_processes)
+    patches.set(ForkingPickler._extra_reducers, nn.Parameter, pickle_for_process)
 
 
 #: The patches of sessions that store weights in lower precision.
@@ -88,8 +88,8 @@ def _clear_rests(written: Any) -> None:
     elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
         if not weights_by_address:
             addresses: dict[int, list[Reference]] = {}
-            for weight, entry in stored.items():
-                if entry is not None:
+            for weight, master in stored.items():
+                if master is not None:
                     addresses.setdefault(weight.untyped_storage().data_ptr(), []).append(Reference(weight))
             weights_by_address.update(addresses)  # at once: another thread may look
         place = written.untyped_storage().data_ptr()
@@ -106,21 +106,21 @@ def _send_rests(original: Callable, *args: Any, **kwargs: Any) -> None:
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     module, names = call["module"], call["params_and_buffers_to_ignore"]
     ignored = {id(param) for name, param in module.named_parameters() if name in names}
-    kept = [(param, entry) for param, entry in lower_entries(module) if entry.rest is not None]
-    entries = dict.fromkeys(entry for param, entry in kept if id(param) not in ignored)
-    if not entries:
+    kept = [(param, master) for param, master in stored_weights(module) if master.rest is not None]
+    masters = dict.fromkeys(master for param, master in kept if id(param) not in ignored)
+    if not masters:
         return
-    rests = [entry.rest.flatten().view(torch.uint8) for entry in entries]  # not every backend has int16
+    rests = [master.rest.flatten().view(torch.uint8) for master in masters]  # not every backend has int16
     torch.distributed._broadcast_coalesced(call["process_group"], rests, call["broadcast_bucket_size"], call["src"])
-    for entry, rest in zip(entries, rests):
-        entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
+    for master, rest in zip(masters, rests):
+        master.rest.copy_(rest.view(torch.int16).view(master.rest.shape))
 
 
 def _average(original: Callable, self: Any, model: nn.Module) -> None:
     def parameters() -> Iterator[torch.Tensor]:
         for param in model.parameters():
-            entry = stored.get(param)
-            yield param if entry is None else entry.current(param)
+            master = stored.get(param)
+            yield param if master is None else master.current(param)
 
     # The two methods of a model that an average calls.
     original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
@@ -139,7 +139,7 @@ def _export(original: Callable, mod: nn.Module, *args: Any, **kwargs: Any) -> An
         watchers[model].before_forward(model)
     program = original(mod, *args, **kwargs)
     # `close` makes the parameters of the model float32, in place.
-    if any(True for model in initialized for _ in lower_entries(model)):
+    if any(True for model in initialized for _ in stored_weights(model)):
         copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
         program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
     return program

@@ -22,7 +22,7 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..sharding import local
 from .in_backward import BackwardHooks
-from .scales import Scale, norm_of, on, refuse_to_begin
+from .scales import Scale, moved_to, norm_of, refuse_to_begin
 from .state import KEEPERS, NO_STATE, KeepsState
 
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
@@ -85,7 +85,7 @@ class Batch:
 
     def one_more(self) -> Scale:
         """The increment of a step count: 1, or 0 where the step is skipped."""
-        return 1.0 if self.found_inf is None else on(self.found_inf, self.device).reshape(()).logical_not()
+        return 1.0 if self.found_inf is None else moved_to(self.found_inf, self.device).reshape(()).logical_not()
 
 
 def _is_number(value: Any, bound: float) -> bool:
@@ -270,17 +270,19 @@ class FusedOptimizer(KeepsState):
             self.grad_norm = norm
         if is_alone:
             bad = norm.isfinite().logical_not().float().reshape(())
-            inputs.found_inf = bad if inputs.found_inf is None else torch.maximum(bad, on(inputs.found_inf, bad.device))
+            inputs.found_inf = (
+                bad if inputs.found_inf is None else torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
+            )
             self._hooks.heed(inputs.found_inf)
         if self.max_norm is not None:
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
-            inputs.inv_scale = clip if inv_scale is None else clip * on(inv_scale, clip.device)
+            inputs.inv_scale = clip if inv_scale is None else clip * moved_to(inv_scale, clip.device)
         if self.clip_value is not None:
             bound: Any = self.clip_value / (1.0 if inputs.inv_scale is None else inputs.inv_scale)  # they may be scaled
             if isinstance(bound, torch.Tensor):
                 bound = bound.reshape(())
             for gradient in map(local, self._gradients(groups)):
-                gradient.clamp_(-on(bound, gradient.device), on(bound, gradient.device))
+                gradient.clamp_(-moved_to(bound, gradient.device), moved_to(bound, gradient.device))
 
     def _end_step(self) -> None:
         """Count a skip. On the CPU, where the host reads it for nothing, warn of it."""

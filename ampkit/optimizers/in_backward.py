@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..sharding import are_several_processes, is_sharded
-from .scales import on
+from .scales import moved_to
 
 
 class BackwardHooks:
@@ -54,7 +54,7 @@ class BackwardHooks:
     def heed(self, found_inf: Tensor) -> None:
         """Combine a further flag into the one that the next `end_step` returns."""
         flag = self._found_inf
-        self._found_inf = found_inf if flag is None else torch.maximum(flag, on(found_inf, flag.device))
+        self._found_inf = found_inf if flag is None else torch.maximum(flag, moved_to(found_inf, flag.device))
 
     def end_step(self) -> Tensor | None:
         """Return the highest flag since the step before, None where nothing was judged, and reset it for new gradients."""

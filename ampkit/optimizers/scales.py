@@ -7,10 +7,10 @@ import torch
 from .. import kernels
 from ..errors import ConfigurationError
 from ..kernels.routing import Number as Scale
-from ..kernels.routing import on
+from ..kernels.routing import moved_to
 from ..sharding import by_placement, is_sharded, total_over
 
-__all__ = ["Scale", "norm_of", "on", "on_device_of", "ratio", "refuse_to_begin"]
+__all__ = ["Scale", "moved_to", "norm_of", "on_device_of", "ratio", "refuse_to_begin"]
 
 
 def ratio(new: Scale, old: Scale) -> Scale:
@@ -19,7 +19,7 @@ def ratio(new: Scale, old: Scale) -> Scale:
 
 
 def on_device_of(value: Scale, other: Scale) -> Scale:
-    return on(value, other.device) if isinstance(other, torch.Tensor) else value
+    return moved_to(value, other.device) if isinstance(other, torch.Tensor) else value
 
 
 def refuse_to_begin(state: str, device: torch.device) -> None:
@@ -40,5 +40,5 @@ def norm_of(gradients: list[torch.Tensor], factor: Scale | None = None) -> torch
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for parts, groups in by_placement(gradients):
         square = total_over(groups, kernels.multi_tensor_unscale_l2norm(parts, None, factor)[0].double().square())
-        squares = squares + on(square, squares.device)
+        squares = squares + moved_to(square, squares.device)
     return squares.sqrt().float().reshape(1)

@@ -59,7 +59,7 @@ def iteration(model, optimizer, bad=1.0, seed=1, clip=None):
 def everything(model, optimizer):
     """Weights and their rests, moments and counts; copies. Running statistics are looked at here: a skip keeps them finite."""
     assert all(buffer.isfinite().all() for buffer in model.buffers())
-    rests = [slot.entry.rest for slot in wrapper_of(optimizer).gradients.stored]
+    rests = [slot.master.rest for slot in wrapper_of(optimizer).gradients.stored]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [x.detach().clone() for x in (*model.parameters(), *rests, *states)]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import ampkit
-from ampkit.models.float32_values import lower_entries
+from ampkit.models.float32_values import stored_weights
 from ampkit.optimizers import FusedAdam, FusedSGD
 from ampkit.registry import session_of
 
@@ -359,7 +359,7 @@ class Run:
         for index, one in enumerate(self.players):
             for name, value in one.model.named_parameters():
                 found[f"{index} {name}"] = value.detach().clone()
-            for place, (_, entry) in enumerate(lower_entries(one.model)):
+            for place, (_, entry) in enumerate(stored_weights(one.model)):
                 found[f"{index} rest {place}"] = None if entry.rest is None else entry.rest.clone()
             for place, param in enumerate(one.model.parameters()):
                 for name, value in one.optimizer.state.get(param, {}).items():

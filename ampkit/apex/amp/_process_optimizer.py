@@ -155,7 +155,7 @@ class AmpOptimizerState:
 
 
 def _has_master(slot: Slot) -> bool:
-    return slot.entry is not None
+    return slot.master is not None
 
 
 def _is_lower(slot: Slot) -> bool:

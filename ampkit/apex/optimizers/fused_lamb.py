@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...optimizers.fused import Batch, FusedOptimizer, refuse_unsupported
-from ...optimizers.scales import Scale, on
+from ...optimizers.scales import Scale, moved_to
 from .. import amp_C
 from ..multi_tensor_steps import clip_factor, multi_tensor_lamb
 from .layout import StepsInGroups
@@ -61,7 +61,7 @@ class LAMB(FusedOptimizer):
         factors, norm = batch.factors, self._global_grad_norm
         if norm is not None and group["max_grad_norm"] is not None:
             clip = clip_factor(norm, group["max_grad_norm"])
-            factors["clip"] = clip if batch.clip is None else clip * on(batch.clip, clip.device)
+            factors["clip"] = clip if batch.clip is None else clip * moved_to(batch.clip, clip.device)
         multi_tensor_lamb(
             batch.grads,
             batch.params,

@@ -9,7 +9,7 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...optimizers.fused import Batch
-from ...optimizers.scales import Scale, on
+from ...optimizers.scales import Scale, moved_to
 from .fused_lamb import LAMB
 from .grad_scalers import told_by
 from .own_masters import OwnMasters
@@ -63,7 +63,7 @@ class FusedMixedPrecisionLamb(OwnMasters, LAMB):
             return super().step(closure)
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
-        one_more = on(batches[0].one_more(), group["step"].device)
+        one_more = moved_to(batches[0].one_more(), group["step"].device)
         group["step"] += one_more.to(group["step"].dtype) if isinstance(one_more, torch.Tensor) else 1
         for batch in batches:
             yield group["step"], batch

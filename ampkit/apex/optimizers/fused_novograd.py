@@ -8,7 +8,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...optimizers.fused import Batch, FusedOptimizer, refuse_unsupported
-from ...optimizers.scales import Scale, on
+from ...optimizers.scales import Scale, moved_to
 from .. import amp_C
 from ..multi_tensor_steps import multi_tensor_novograd
 from .layout import StepsInGroups, gradient_norms
@@ -71,7 +71,7 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
             **batch.factors,
         )
         if batch.found_inf is not None:
-            norms = torch.where(on(batch.found_inf, norms.device) != 0, before, norms)
+            norms = torch.where(moved_to(batch.found_inf, norms.device) != 0, before, norms)
         states = [self.state[param] for param in batch.params]
         for state in states:
             if "exp_avg_sq" not in state:

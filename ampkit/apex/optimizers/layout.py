@@ -10,7 +10,7 @@ import torch
 from ... import kernels
 from ...dtypes import CASTABLE
 from ...optimizers.fused import Batch
-from ...optimizers.scales import on
+from ...optimizers.scales import moved_to
 from ..multi_tensor_steps import tensor_norms
 
 
@@ -53,5 +53,5 @@ def gradient_norms(batch: Batch, norm_type: int = 2) -> torch.Tensor:
         norms = tensor_norms(batch.grads, norm_type)
     for factor in (None if is_unscaled else batch.inv_scale, batch.clip):
         if factor is not None:
-            norms = norms * on(factor, norms.device)
+            norms = norms * moved_to(factor, norms.device)
     return norms

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ...models.float32_values import lower_entries
+from ...models.float32_values import stored_weights
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,13 @@ class GradientSync:
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Any = None) -> None:
     """Give every rank the parameters of rank 0: where a module was cast, the float32 values behind them. Buffers stay."""
-    entries = dict(lower_entries(module))
+    masters = dict(stored_weights(module))
     params = list(module.parameters())
-    values = [entries[p].current(p) if p in entries else p.detach() for p in params]
+    values = [masters[p].current(p) if p in masters else p.detach() for p in params]
     on_flat_lists(values, lambda flat: dist.broadcast(flat, 0, group=group))
     for param, value in zip(params, values):
-        if param in entries:
-            entries[param].put(param, value)
+        if param in masters:
+            masters[param].put(param, value)
 
 
 def average(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
