@@ -115,13 +115,14 @@ def _take_back(ended: list[tuple[Float32Value, Loan]], refuses: bool) -> None:
         written.append((master, loan.lower, before, value, elements))
     # One read of each device; more only where something was written.
     devices = {elements.device for *_, elements in written}
-    flags = [torch.stack([x.any() for *_, x in written if x.device == one]) for one in devices]
+    flags = [torch.stack([x.any() for *_, x in written if x.device == device]) for device in devices]
     taken = []
     for master, lower, before, value, elements in written if any(bool(flag.any()) for flag in flags) else ():
-        now = lower.detach().to(before.device)
-        if not elements.any() or now.shape != before.shape or now.dtype is not before.dtype:
-            continue  # another weight is there by now, and stays as it is
-        if any(torch.equal(now.view(torch.int16), one.view(torch.int16)) for one in (before, value.to(now.dtype))):
+        weight = lower.detach().to(before.device)
+        if not elements.any() or weight.shape != before.shape or weight.dtype is not before.dtype:
+            continue  # another weight is in its place by now, and stays as it is
+        bits = weight.view(torch.int16)
+        if any(torch.equal(bits, x.view(torch.int16)) for x in (before, value.to(weight.dtype))):
             taken.append((master, lower, value, elements))
         elif refuses:
             raise ConfigurationError(

@@ -168,8 +168,8 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
     outcome = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
     for model in models:
         if fsdp_modules(model) and (dtype := widen_sharded(model, optimizers)) is not None:
-            found = f"The sharded {type(model).__name__} came in {dtype}"
-            lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
+            origin = f"The sharded {type(model).__name__} came in {dtype}"
+            lines.append(f"{origin}: its sharded parameters are float32 now, and stay so after close().")
     held = held_by(optimizers)
 
     def stays(param: torch.Tensor) -> bool:
@@ -185,8 +185,8 @@ def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Se
         if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
     }
     for model, dtype, count in incoming.widen(models, optimizers, stays, plan):
-        found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
-        lines.append(f"{found}: {outcome}, until close() gives {dtype} back.")
+        origin = f"{count} tensors of the {type(model).__name__} came in {dtype}"
+        lines.append(f"{origin}: {outcome}, until close() gives {dtype} back.")
         if not rounded.isdisjoint(model.parameters()):
             logger.warning(
                 "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "

@@ -31,14 +31,14 @@ def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[Tensor]
     for begin, end, name, param in lying:
         if furthest is not None and begin < furthest[1] and param is not furthest[3]:
             if param in leaving or furthest[3] in leaving:
-                found = (
+                message = (
                     f"'{furthest[2]}' and '{name}' are two parameters over the same memory, and would come apart where "
                     f"{plan.opt_level} changes their dtype. Let both places use one parameter, as in F.linear(x, "
                     "encoder.weight.t()); or use O1, O4 or O5 with a model in float32, which leave weights where they are."
                 )
                 if plan.policy.base != "apex":
-                    raise ConfigurationError(found)
-                logger.warning(found)
+                    raise ConfigurationError(message)
+                logger.warning(message)
         if furthest is None or end > furthest[1]:
             furthest = begin, end, name, param
 
