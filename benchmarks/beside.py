@@ -10,6 +10,7 @@ clients`. Without a checkout, levels are compared with torch.autocast alone.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -351,6 +352,44 @@ def policy_network():
     return model, lambda model: model(x)
 
 
+def matrix_factorization():
+    import torch
+    from torch import nn
+
+    class Factors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.users, self.items = nn.Embedding(500, 16), nn.Embedding(300, 16)
+
+        def forward(self, pairs):
+            return (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(1)
+
+    pairs = torch.stack([torch.randint(500, (128,)), torch.randint(300, (128,))], dim=1)
+    return Factors(), lambda model: (model(pairs) - 3.0).square().mean()
+
+
+def small_mlp(*widths, policy=False):
+    """A small network on 32 rows, as a regression, or as a policy by the logarithms of its choices."""
+
+    def make():
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh())][:-1]
+        x, y = torch.randn(32, widths[0]), torch.randint(widths[-1], (32,))
+        advantage = torch.randn(32)
+
+        def loss_of(model):
+            if policy:
+                return -(advantage * model(x).float().log_softmax(1).gather(1, y[:, None])[:, 0]).mean()
+            return F.mse_loss(model(x).float(), x[:, : widths[-1]])
+
+        return nn.Sequential(*layers), loss_of
+
+    return make
+
+
 def generate():
     import torch
     import transformers
@@ -390,6 +429,10 @@ CASES = {
     "prenorm wrapper": prenorm_wrapper,
     "narrow layers": narrow,
     "policy network": policy_network,
+    "matrix factorization": matrix_factorization,
+    "policy gradient": small_mlp(8, 64, 64, 4, policy=True),
+    "mlp of 3 layers": small_mlp(16, 32, 32, 1),
+    "mlp of 5 layers": small_mlp(16, 64, 64, 64, 64, 1),
     "generate": generate,
 }
 

@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <tuple>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -158,10 +159,18 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  const auto [rows, places, counts] = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
-  // torch's kernel adds up what belongs to a row, of those that were used alone.
-  at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
-  if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
+  constexpr int64_t kSmall = 64 * 1024;  // elements: finding the rows that were used takes longer than a whole table of fewer
+  const bool is_whole = table.numel() < kSmall;
+  at::Tensor rows, sums;
+  if (is_whole) {
+    sums = at::embedding_dense_backward(grad, indices, table.size(0), padding_index, false);
+  } else {
+    at::Tensor places;
+    std::tie(rows, places, std::ignore) = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
+    // torch's kernel adds up what belongs to a row, of those that were used alone.
+    sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
+    if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
+  }
   WidenFirst* hook = hook_of(table);
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   at::Tensor& there = node->variable.mutable_grad();
@@ -173,8 +182,9 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
     widen(there);
   }
   hook->has_rows = true;
-  if (is_reduced(there)) there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
-  else there.index_add_(0, rows, sums);
+  if (!is_reduced(there)) is_whole ? there.add_(sums) : there.index_add_(0, rows, sums);
+  else if (is_whole) there.copy_(there.to(at::kFloat).add_(sums));
+  else there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
   return true;
 }
 

@@ -227,13 +227,17 @@ def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_say
             torch.testing.assert_close(param.grad, exact.grad, rtol=0, atol=4e-7 * exact.grad.abs().max().item())
 
 
-class Tied(nn.Module):
-    """A table of 300 rows with its padding in row 3, and a head, which may be the table."""
+# Rows of 64 numbers: from 1,024 rows on, those that were used are summed up alone.
+of_both_sizes = pytest.mark.parametrize("rows", [300, 1100], ids=["whole", "rows alone"])
 
-    def __init__(self, tied):
+
+class Tied(nn.Module):
+    """A table with its padding in row 3, and a head, which may be the table."""
+
+    def __init__(self, tied, rows):
         super().__init__()
-        self.table = nn.Embedding(300, 64, padding_idx=3)
-        self.head = nn.Linear(64, 300, bias=False)
+        self.table = nn.Embedding(rows, 64, padding_idx=3)
+        self.head = nn.Linear(64, rows, bias=False)
         if tied:
             self.head.weight = self.table.weight
 
@@ -241,16 +245,17 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.table(words)))
 
 
+@of_both_sizes
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied, batches):
+def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied, batches, rows):
     """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one of them."""
     words = torch.full((batches, 10, 100), 7)
     words[:, :, 0] = 3
     found = []
     for level in (None, "O5"):
         torch.manual_seed(0)
-        model = Tied(tied)
+        model = Tied(tied, rows)
         if level is not None:
             model, _optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.1), level)
         for batch in words:
@@ -268,14 +273,16 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
         assert torch.equal(ours.grad[3], torch.zeros(64))
 
 
-def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum():
+@of_both_sizes
+def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum(rows):
     """A decoder looks its last word up in every step: sums in bfloat16 stop at 256 times a summand."""
-    table = nn.Embedding(64, 64)
+    table = nn.Embedding(rows, 64)
     ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     sum(table(torch.tensor([3])).sum() for _ in range(1000)).backward()
     assert table.weight.grad[3, 0] == 1000.0 and table.weight.grad[4, 0] == 0.0
 
 
+@of_both_sizes
 @pytest.mark.parametrize(
     ("settings", "dtype", "stored", "twice"),
     [
@@ -285,13 +292,13 @@ def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum():
     ],
     ids=["indices of 32 bits", "sparse", "by frequency"],
 )
-def test_a_tables_gradient_is_what_its_settings_say(settings, dtype, stored, twice):
-    table = nn.Embedding(100, 64, **settings)
+def test_a_tables_gradient_is_what_its_settings_say(settings, dtype, stored, twice, rows):
+    table = nn.Embedding(rows, 64, **settings)
     ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     table(torch.tensor([1, 1, 7], dtype=dtype)).sum().backward()
     assert stored_gradient(table.weight).dtype is stored
     assert table.weight.grad.is_sparse is settings.get("sparse", False)
-    assert table.weight.grad.to_dense()[:, 0].tolist() == [{1: twice, 7: 1.0}.get(row, 0.0) for row in range(100)]
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [{1: twice, 7: 1.0}.get(row, 0.0) for row in range(rows)]
 
 
 @pytest.mark.parametrize("closes", [True, False])
