@@ -56,8 +56,8 @@ METHOD = """## How it is measured
   tenth of a second.
 - A ratio compares two turns of the same round. The tables have the median over all rounds.
 - Peak memory is measured in another process, above what the process held before the model was made: weights, gradients,
-  optimizer state, activations, and libraries that torch loads when first needed. ampkit's wrappers around torch's functions take 4 to 5 MiB
-  of it, once per process, whatever the model: this shows in small models.
+  optimizer state, activations, and libraries that torch loads when first needed. ampkit's wrappers around torch's functions take
+  4 to 5 MiB of it, once per process, whatever the model: this shows in small models.
 - With several micro-batches gradients add up in float32 (no `delay_unscale`). FusedSGD has `set_grad_none=True`.
 
 `make bench BENCH=--all` measures every cell.
