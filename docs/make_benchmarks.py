@@ -19,12 +19,12 @@ DRAWN = ["autocast", "O1, fused", "O2, fused", "O5, fused"]
 
 INTRODUCTION = """# How fast
 
-This page has the time and the memory of whole training steps: in float32, with torch.autocast and GradScaler, and at O1, O2
+This page shows the time and memory of whole training steps: in float32, with torch.autocast and GradScaler, and at O1, O2
 and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the
 processor, so measure on yours: `make bench` takes 25 minutes on a CPU and writes this page, and
 [`ampkit tune`](tuning.md) measures a model of your own.
 The figures of O5 are those of an earlier O5, which stored weights in bfloat16 as O2 does.
-`python benchmarks/beside.py --unscaled` compares today's with torch.autocast without a loss scale.
+`python benchmarks/beside.py --unscaled` compares today's O5 with torch.autocast without a loss scale.
 """
 SHORT = """!!! warning "Not a measurement"
 
@@ -44,20 +44,20 @@ ptxas's, for an A100 and an H100.
 
 {table}
 
-- Needed is each input once and each output once. A ratio above 1.05 fails `make test-ptx`.
-- A sector is 32 bytes of memory, and full where one request of a warp takes all of it. A thread takes its eight float32 elements in
+- "Needed" counts each input once and each output once. A ratio above 1.05 fails `make test-ptx`.
+- A sector is 32 bytes of memory, and full if one request of a warp takes all of it. A thread takes its eight float32 elements in
   two requests of 16 bytes. So each request takes half of every sector (0%), and the halves meet in the cache.
 - Spills are bytes that a thread stores and loads: none in any of the 81 entries, for either card. Occupancy follows from registers
-  and shared memory. A block has 512 threads, and a multiprocessor room for four: 50% are two blocks at a time.
+  and shared memory. A block has 512 threads, and a multiprocessor has room for four: 50% are two blocks at once.
 """
 METHOD = """## How it is measured
 
-- Every way of training has a process of its own. The processes take turns; a turn is one step, or as many as fit into a
+- Every way of training runs in its own process. The processes take turns; a turn is one step, or as many as fit into a
   tenth of a second.
-- A ratio is that of two turns of the same round. The tables have the median over all rounds.
-- Peak memory is measured in another process, above what it held before the model was made: weights, gradients, optimizer
-  state, activations, and libraries that torch loads when first needed. ampkit's wrappers around torch's functions take 4 to 5 MiB
-  of it, once per process and whatever the model: small models show them.
+- A ratio compares two turns of the same round. The tables have the median over all rounds.
+- Peak memory is measured in another process, above what the process held before the model was made: weights, gradients,
+  optimizer state, activations, and libraries that torch loads when first needed. ampkit's wrappers around torch's functions take
+  4 to 5 MiB of it, once per process, whatever the model: this shows in small models.
 - With several micro-batches gradients add up in float32 (no `delay_unscale`). FusedSGD has `set_grad_none=True`.
 
 `make bench BENCH=--all` measures every cell.
@@ -68,7 +68,7 @@ METHOD = """## How it is measured
 |---|---|
 | `bench_dispatch.py` | the cost of a call at O1 |
 | `bench_kernels.py` | each multi-tensor kernel |
-| `bench_optimizer_step.py` | all that follows the backward pass |
+| `bench_optimizer_step.py` | everything after the backward pass |
 | `bench_iteration.py` | the host's part of an iteration |
 | `bench_on_step.py` | what `ampkit.on_step` adds to a step of the GPT |
 | `bench_running_statistics.py` | what it costs to keep running statistics finite |

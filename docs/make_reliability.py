@@ -15,10 +15,10 @@ RESULTS, PAGE = HERE / "reliability.json", HERE / "reliability.md"
 INTRODUCTION = """# How reliable
 
 A training run is days of work. Whatever happens to it, ampkit trains exactly as it should, or stops with a message that says
-what to do. Each table has the promises, the attacks on them, their number in the last full run,
+what to do. Each table lists the promises, the attacks on them, their number in the last full run,
 and how often a promise did not hold.
 
-`make soak` attacks on your machine. `MINUTES=60` has it go on for longer. A violation is printed with the command that repeats
+`make soak` runs attacks on your machine, longer with `MINUTES=60`. It prints each violation with the command that repeats
 it:
 
 ```console
@@ -37,26 +37,26 @@ GROUPS = {
 }
 RUNS = """## How it is measured
 
-Attacked are small training runs, drawn at random. The model is a convolutional network with batch norm, a transformer as Llama
-is built, or a GAN with two optimizers. The level is O0 to O5, in bfloat16 or float16. The optimizer is one of torch's (loops,
+`make soak` attacks small training runs, drawn at random. The model is a convolutional network with batch norm, a transformer as
+Llama is built, or a GAN with two optimizers. The level is O0 to O5, in bfloat16 or float16. The optimizer is one of torch's (loops,
 foreach, fused), FusedAdam or FusedSGD, also with moments in 8 bits. A step has one to three blocks, with or without clipping.
-Each attempt is a process of its own with a limit on its time, so that a crash and a hang are violations too. A run is compared
-bit for bit with one that nothing has disturbed, or with plain torch in float32. The code is in
-[tests/soak](../tests/soak/__init__.py). Besides, `make test-all` runs the kernels for the CPU under ThreadSanitizer, and those
-for CUDA, on the host, under AddressSanitizer.
+Each attempt is a separate process with a time limit, so that a crash and a hang are violations too. A run is compared
+bit for bit with an undisturbed one, or with plain torch in float32. The code is in
+[tests/soak](../tests/soak/__init__.py). In addition, `make test-all` runs the kernels for the CPU under ThreadSanitizer, and
+those for CUDA, on the host, under AddressSanitizer.
 
 """
 NOT_PROMISED = """## What is not promised
 
-- **A forward pass leaves its running statistics**, where they are finite, also where its step is skipped or an exception follows.
+- **A forward pass leaves its running statistics** if they are finite, even if its step is skipped or an exception follows.
   As in plain torch, batch norm has counted the batch by then.
-- **A signal in the first line of a cleanup function** may leave the thread in the midst of it: nothing in Python guards that
+- **A signal in the first line of a cleanup function** may leave the thread in the middle of it: nothing in Python guards that
   line. `ampkit.close()` ends the session all the same, and a checkpoint continues the run.
 - **An exception while an optimizer updates** leaves some weights updated and others not. The error says so; load a checkpoint.
 - **`model.load_state_dict` is torch's.** It copies what fits before it raises for what does not.
 - **Bits that flip in a record of a checkpoint** are found by its checksum, which torch.load does not look at.
-  `examples/imagenet/checkpoint.py` does, by `zipfile.ZipFile(path).testzip()`. Those between records have no checksum, and may
-  have torch read a tensor from another place of the file: where disks are not trusted, compare a digest of the file.
+  `examples/imagenet/checkpoint.py` does, by `zipfile.ZipFile(path).testzip()`. Bits between records have no checksum, and may
+  make torch read a tensor from another place of the file: if you do not trust disks, compare a digest of the file.
 - **torch does not load in a sub-interpreter** (2.11 hangs in its import), so ampkit does not either. Python without a global
   lock is untried.
 """
