@@ -1,11 +1,11 @@
-# Every target sets up what it needs in .venv, and may be repeated.
+# Every target installs its requirements in .venv, and may be repeated.
 #
-#   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
+#   make test         to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
 #   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
-#   make test-ptx     the tests of kernels and optimizers on the PTX that nvcc makes of the CUDA kernels, interpreted: half an hour; make test
+#   make test-ptx     the tests of kernels and optimizers on the CUDA kernels' PTX from nvcc, interpreted: half an hour; make test
 #                     runs each kernel so
 #   make test-all     every test, all three ways, the last under AddressSanitizer; the kernels for the CPU under ThreadSanitizer
-#   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
+#   make mutants      plants faults in copies, and lists those that the tests notice, within about MINUTES=20; SEED=1 for another sample,
 #                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files;
 #                     TABLE=cuda for the fifty faults of the CUDA kernels, on the host
 #   make soak         injects faults into training runs for MINUTES=10, and prints how often each promise was attacked and did not hold;
@@ -22,7 +22,7 @@
 #
 # TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
 
-# TORCH_INDEX=URL takes torch and torchvision from an index of one's own, say of wheels for CPUs only, which save gigabytes.
+# TORCH_INDEX=URL takes torch and torchvision from another index, such as one of wheels for CPUs only, which save gigabytes.
 
 PYTHON ?= python3
 TORCH ?=
@@ -30,12 +30,12 @@ TORCH_INDEX ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A process for each core; the one that is done takes over half of what the others have left.
+# A process for each core; a process that is done takes over half of another's remaining tests.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal --max-worker-restart 1
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
-# For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
+# For an environment with another TORCH: torchvision depends on torch's version, so its pin is removed too.
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
 
@@ -50,7 +50,7 @@ $(VENV)/.packages: constraints.txt
 	touch $@
 
 # An editable install: changes to Python files need no second one, changes to csrc/ do.
-# What the README's install has built is not built again.
+# It does not rebuild what the README's install has built.
 $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
 	@$(BIN)/python tests/project/is_installed.py $(SOURCES) || PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
 	  $(PIP) install --quiet --no-build-isolation --no-deps --editable .
@@ -66,7 +66,7 @@ $(VENV)/.emulation-asan: $(VENV)/.extension $(EMULATION)
 	$(BIN)/python tests/emulation/build.py build/emulation-asan --address-sanitizer
 	touch $@
 
-# GPUs on the host, where torch is for CUDA 13; elsewhere nothing.
+# GPUs on the host, if torch is for CUDA 13; otherwise nothing.
 $(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
 	$(BIN)/python tests/simulated/build.py build/simulated
 	touch $@
@@ -74,7 +74,7 @@ $(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
 # The newest transformers lies in a folder beside the pinned one: tests/clients/test_transformers_trainer.py.
 NEWEST_TRANSFORMERS := transformers==5.23.0 huggingface_hub==2.4.0 tokenizers==0.23.3
 
-# What nvcc makes of the CUDA kernels: the one on PATH, or else PyPI's, of CUDA 13.0, in a folder of its own. Without either, nothing.
+# The CUDA kernels' PTX: from nvcc on PATH, or else from PyPI's, of CUDA 13.0, in a folder of its own. Without either, nothing.
 PYPI_NVCC := $(VENV)/nvcc
 NVCC_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
 $(VENV)/.ptx: $(VENV)/.emulation tests/ptx/build.py benchmarks/ptxas.py
@@ -89,14 +89,14 @@ clients: venv
 	test -d $(VENV)/transformers-newest || $(PIP) install --quiet --constraint $(VENV)/constraints-newest.txt \
 	  --target $(VENV)/transformers-newest $(NEWEST_TRANSFORMERS)
 
-# Those that the emulation is for. What a kernel says when it ends the process must not be captured; and torch need not warn that
-# the emulated kernels take the place of others.
+# The tests that run on the emulation. Output of a kernel that ends the process must not be captured; and torch need not warn that
+# the emulated kernels replace others.
 EMULATED_TESTS := tests/emulation tests/kernels tests/optimizers tests/scaling --ignore tests/scaling/test_running_statistics.py
 EMULATED := AMPKIT_EXTENSION=emulated TORCH_CPP_LOG_LEVEL=ERROR
 UNDER_ASAN = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0
 
-# A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose, the third has the
-# CUDA kernels compute.
+# A silent fallback would hide a broken extension: the first run forbids it, the second does without the extension on purpose, the
+# third runs the CUDA kernels.
 # $(call each-way,-m "tests with the extension",-m "without",-m "on the emulation",environment and options of the last)
 define each-way
 	@start=$$(date +%s); failed=0; set -x; \
@@ -123,7 +123,7 @@ test-ptx: $(VENV)/.ptx
 	@# Half a billion elements are too many to be interpreted.
 	$(call on-ptx,-m "not slow" -k "not past_two_to_the_31" tests/kernels tests/optimizers)
 
-# What compilers for GPUs make has no place there, nor operators that torch has for CUDA alone: see tests/simulated/README.md.
+# Output of GPU compilers cannot run there, nor can operators that torch has for CUDA alone: see tests/simulated/README.md.
 NOT_SIMULATED := --ignore tests/compile -k "not norms_by_hand and not lazily_conjugated"
 ON_SIMULATED := LD_PRELOAD=$(CURDIR)/build/simulated/libruntime.so LD_LIBRARY_PATH=$(CURDIR)/build/simulated \
   PYTHONPATH=$(CURDIR)/tests/simulated AMPKIT_EXTENSION=require
@@ -141,7 +141,7 @@ PROMISES ?=
 SAMPLE ?=
 TABLE ?= promises
 
-# With one of PROMISES and SAMPLE, or another TABLE, only these.
+# With PROMISES or SAMPLE, or another TABLE, only these.
 mutants: venv
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) --table $(TABLE) \
 	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES)$(filter-out promises,$(TABLE)),,*))'
@@ -155,9 +155,9 @@ soak: venv
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY)) \
 	  $(addprefix --json ,$(JSON))
 
-# Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
+# nvcc itself prints the path of its toolkit: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')
-# Headers of CUDA that come with torch's wheels, for toolkits installed without them.
+# CUDA headers from torch's wheels, for toolkits installed without them.
 WHEEL_HEADERS := $(wildcard $(VENV)/lib/python3*/site-packages/nvidia/cu*/include)
 
 CUDA_ENVIRONMENT = PATH="$(CURDIR)/$(BIN):$$PATH" CUDA_HOME="$(realpath $(CUDA_HOME))" \
@@ -171,13 +171,13 @@ cuda-build: venv
 	$(needs-nvcc)
 	$(CUDA_ENVIRONMENT) AMPKIT_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0" \
 	  $(BIN)/python setup.py --quiet build --build-base build/cuda
-	@# Loading resolves every symbol: proof that it links, on a machine without a GPU too.
+	@# Loading resolves every symbol: proof that it links, even on a machine without a GPU.
 	@$(BIN)/python -c "import glob, torch; load = lambda name: [torch.ops.load_library(p) or p for p in \
 	  glob.glob(f'build/cuda/lib*/ampkit/{name}*.so')]; load('_C'); print('loaded', *load('_cuda'))"
 
 PART ?=
 RESULTS ?=
-# Where there is no network: GPU_PYTHON=python3 takes an interpreter that has torch, pytest, setuptools and ninja, and installs nothing.
+# Without a network: GPU_PYTHON=python3 uses an interpreter that has torch, pytest, setuptools and ninja, and installs nothing.
 GPU_PYTHON ?=
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.packages)
@@ -189,7 +189,7 @@ demo: $(VENV)/.extension
 
 BENCH ?=
 
-# With --short or --only nothing is written, and the page is made anew of the results that there are.
+# With --short or --only nothing is written, and the page is made again from the existing results.
 bench: $(VENV)/.extension
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 	$(BIN)/python docs/make_benchmarks.py

@@ -2,14 +2,14 @@
 
 The kernels serve every torch from 2.10 on, ampkit/_casting the torch it is built with; pyproject.toml has the rest.
 
-AMPKIT_BUILD_EXT  auto (default)  build what can be built, say loudly what was not
+AMPKIT_BUILD_EXT  auto (default)  build what can be built, and report what was not
                   0               pure Python
                   1               a failure is an error
 AMPKIT_CUDA       1               build ampkit/_cuda; a failure is an error
                   0               do not
-                  unset           build it if CUDA_HOME is set; whether a GPU is visible plays no part
+                  unset           build it if CUDA_HOME is set, with or without a GPU
 
-torch must be visible, which means ``pip install --no-build-isolation .``
+torch must be importable, which means ``pip install --no-build-isolation .``
 """
 
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-TARGET_TORCH = "0x020a000000000000"  # 2.10, the oldest torch whose stable ABI has what csrc/ uses
+TARGET_TORCH = "0x020a000000000000"  # 2.10, the oldest torch whose stable ABI suffices for csrc/
 OLDEST_PYTHON = "cp311"  # of requires-python in pyproject.toml
 DEFAULT_CUDA_ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
@@ -54,8 +54,8 @@ def main():
     setup(
         ext_modules=extensions + ([cuda_extension(cpp_extension)] if wants_cuda else []),
         cmdclass={"build_ext": build_command(cpp_extension, required)},
-        # The kernels are for this Python and newer ones. ampkit/_casting is for this Python and this torch; others leave the
-        # file aside: ampkit-0.1.0-2.11.0-cp311-abi3-linux_x86_64.whl
+        # The kernels are for this Python and newer ones. ampkit/_casting is for this Python and this torch; others ignore the
+        # file: ampkit-0.1.0-2.11.0-cp311-abi3-linux_x86_64.whl
         options={"bdist_wheel": {"build_number": torch_release(), "py_limited_api": OLDEST_PYTHON}},
     )
 
@@ -79,12 +79,12 @@ CXX_FLAGS = [
     "-std=c++17",
     "-O3",
     "-fvisibility=hidden",
-    # Let loops vectorise: nobody reads errno or floating point traps. And no fused multiply-adds behind our back, so
+    # Let loops vectorise: nobody reads errno or floating point traps. The compiler must not fuse multiply-adds, so
     # that results do not depend on the instruction set (see functors/multi_tensor_axpby.h).
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # gcc's own intrinsics trip over them
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # gcc's own intrinsics cause them
     "-Wno-psabi",  # vectors are passed to inlined functions only
     "-g0",
 ]

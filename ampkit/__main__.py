@@ -1,7 +1,7 @@
 """The command line: ``ampkit COMMAND``, or ``python -m ampkit COMMAND``. Each command is a row of `COMMANDS`.
 
-Its module has ``add_arguments(parser)``, ``from_command_line(arguments) -> int``, which returns the exit code, and ``EXAMPLE``, a
-command that runs. A module is imported only when its command is called.
+A command's module has ``add_arguments(parser)``, ``from_command_line(arguments) -> int``, which returns the exit code, and
+``EXAMPLE``, a command that runs. A module is imported only when its command is called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS = (
     Command("run", "run a script that says 'from apex import amp'", "ampkit.scripts.running"),
 )
 AROUND_SCRIPTS = "ampkit.apex.importing:around"
-"""What commands that run a script set up around it (`ampkit.scripts.running.Run`): they know nothing of the drop-in."""
+"""The setup of commands that run a script (`ampkit.scripts.running.Run`): they know nothing of the drop-in."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''
 #: The reason why a library that may be there is not used.
 SWITCHED_OFF = "AMPKIT_EXTENSION=off"
 
-#: The values that require a library, and what builds it.
+#: The values that require a library, and the command that builds it.
 _STRICT = {
     "require": BUILD,
     "emulated": "make venv; pytest finds it in a checkout",

@@ -188,5 +188,5 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 #: torch swaps the contents of parameters (in ``model.to()`` of wrapper classes, or with ``set_swap_module_params_on_conversion``)
-#: where it finds no weak reference to them. It does not find ampkit's.
+#: if it finds no weak reference to them. This patch hides ampkit's.
 swaps = SharedPatches(lambda patches: patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=_foreign)))

@@ -1,7 +1,7 @@
 """The settings of a session, resolved: an opt level's defaults, the caller's overrides, and every check on them.
 
-`resolve` is the one place that decides whether settings make sense together. What it returns is frozen and printable;
-nothing has been changed when it raises.
+`resolve` is the one place that decides whether settings make sense together. Its result is frozen and printable;
+if it raises, nothing has been changed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
 live_sessions: list[Any] = []
 watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _wrappers: list[weakref.ref[Any]] = []
-#: The number of modules registered in another in this process: what was read from a model holds while it stays the same.
+#: The number of modules registered in another in this process: values read from a model are valid while it stays the same.
 additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
 

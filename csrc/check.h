@@ -1,5 +1,5 @@
-// Errors that speak: AMPKIT_CHECK(condition, pieces...) raises RuntimeError in Python with exactly the pieces given,
-// where STD_TORCH_CHECK would put the path of the source file in front.
+// Readable errors: AMPKIT_CHECK(condition, pieces...) raises RuntimeError in Python with exactly the given pieces.
+// STD_TORCH_CHECK would put the path of the source file in front.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ class Refusal : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Thrown before a kernel has written anything, where torch could not allocate. The stable ABI hides the type and the text of
-// torch's error: Python asks for the same bytes, and torch raises its own (ampkit/kernels/routing.py).
+// Thrown before a kernel has written anything, if torch could not allocate. The stable ABI hides the type and the text of
+// torch's error: Python allocates the same bytes, and torch raises its own (ampkit/kernels/routing.py).
 class OutOfMemory : public std::runtime_error {
  public:
   explicit OutOfMemory(int64_t bytes) : std::runtime_error("ampkit: out of memory: " + std::to_string(bytes) + " bytes") {}

@@ -1,9 +1,9 @@
 // Operators called from Python without the dispatcher: methods of the libraries' modules, made of the functions of ops.h.
 //
 // For every tensor of a list the dispatcher makes an IValue, and the stable ABI a shared owner: on many small tensors that is
-// more work than the arithmetic. A method reads the tensors where Python holds them. It answers NotImplemented, having done
-// nothing, where the dispatcher is needed: for tensors that are not plain or lie on another device than the kernels are for, where
-// a mode, transform, trace or profiler is to hear of operators (tensor_access.h), and where the operator refuses what it is given (check.h).
+// more work than the arithmetic. A method reads the tensors in Python's objects. It returns NotImplemented, and does nothing,
+// if the dispatcher is needed: for tensors that are not plain or not on the kernels' device, if
+// a mode, transform, trace or profiler observes operators (tensor_access.h), and if the operator refuses its arguments (check.h).
 //
 //   method(written, *arguments)     written: bit k for argument k, whose tensors' versions count a write
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace ampkit {
 
-// Of a library: set by its method use_tensor_access, before any other is called.
+// One for each library: set by its method use_tensor_access, before any other is called.
 inline const TensorAccess* tensor_access = nullptr;
 
 enum class Given { kFits, kNeedsDispatcher, kRaised };
@@ -103,7 +103,7 @@ struct Argument<const MaybeTensor&> {
   }
 };
 
-// Of a list, or of lists in one, which stand for their tensors one after the other.
+// Adds the tensors of a list, or of a list of lists, one after the other.
 inline bool add_plain_tensors(int32_t device_type, PyObject* object, std::vector<AtenTensorHandle>& handles) {
   const bool is_list = PyList_Check(object);
   if (!is_list && !PyTuple_Check(object)) return false;
@@ -216,20 +216,20 @@ inline void hold(PyObject* object, std::vector<PyObject*>& held) {
   }
 }
 
-// What Python calls. kDeviceType: the function that names the type of the kernels' device.
+// The method that Python calls. kDeviceType: the function that returns the type of the kernels' device.
 template <auto kFunction, int32_t (*kDeviceType)()>
 PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   static const int32_t device_type = kDeviceType();
   if (count != arity(kFunction) + 1)
     return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", arity(kFunction) + 1, count);
-  // The first tensor tells whether it is another library's turn.
+  // The first tensor shows whether the call is for another library.
   const bool has_first = PyList_Check(given[1]) && PyList_Size(given[1]) > 0;
   if (tensor_access == nullptr || !tensor_access->is_unobserved() ||
       (has_first && plain_tensor_on(device_type, PyList_GetItem(given[1], 0)) == nullptr)) {
     Py_INCREF(Py_NotImplemented);
     return Py_NotImplemented;
   }
-  // Whatever else runs meanwhile may let go of the lists and of their tensors.
+  // Other threads may release the lists and their tensors meanwhile.
   std::vector<PyObject*> held;
   for (Py_ssize_t i = 1; i < count; ++i) hold(given[i], held);
   PyObject* result = nullptr;
@@ -260,6 +260,6 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
        reinterpret_cast<void (*)()>(&ampkit::direct_method<&ampkit::op##_##device, &device_type>)),                        \
    METH_FASTCALL, nullptr}
 
-// What a library's module has besides, and the end of its methods.
+// The other methods of a library's module, and the end of its table.
 #define AMPKIT_OTHER_METHODS                                                                  \
   {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, { nullptr, nullptr, 0, nullptr }

@@ -2,8 +2,7 @@
 //
 // A launch carries a table of at most max_tensors tensors in its arguments, and has a block for every chunk of each. A block finds
 // its tensor in prefix sums: a table with an entry for each block would have room for a thousand. Tensors without
-// elements take no slot, and a launch is made only when there is a block to put into it: nothing is ever left pending, and no
-// empty launch goes out.
+// elements take no slot, and a launch is made only for a block: none is ever pending or empty.
 #pragma once
 
 #include <cstddef>

@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_BOX(&ampkit::cpu_capability));
 }
 
-// Importing ampkit._C runs the registrations above; the module itself says what it was built with, and calls operators directly.
+// Importing ampkit._C runs the registrations above. The module itself says with what it was built, and calls operators directly.
 PyMODINIT_FUNC PyInit__C() {
 #define AMPKIT_METHOD(op) AMPKIT_DIRECT(op, cpu, aoti_torch_device_type_cpu),
   static PyMethodDef methods[] = {AMPKIT_OPERATORS(AMPKIT_METHOD) AMPKIT_OTHER_METHODS};

@@ -1,4 +1,4 @@
-// What multi_tensor_step was given, as the driver of a rule takes it: Step<Functor>, the same on both devices.
+// The arguments of multi_tensor_step in the form that the driver of a rule takes: Step<Functor>, the same on both devices.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct StepArguments {
   const MaybeTensor &lr, &step, &inv_scale, &clip, &found_inf, &each, &positions;
 };
 
-// The lists are gradients, parameters, states and lower, in this order. Without lower the parameters stand in, and are only read
-// under its number.
+// The lists are gradients, parameters, states and lower, in this order. Without lower the parameters take its number, and are
+// only read there.
 template <class Functor_>
 struct Step {
   using Functor = Functor_;
@@ -56,7 +56,7 @@ struct Step {
     rounding = {vector_data(op, given.positions, given.grads), settings.step, seed, values[5] != 0};
     for (const auto& tensor : lists.flat()) {
       AMPKIT_CHECK(!is_rest(tensor.dtype[kLower]) || tensor.dtype[kParams] != DType::kFloat, op, ": a rest beside a float32 parameter");
-      // The second pass would take other directions than the first, from moments that were rounded in between.
+      // The second pass would compute other directions than the first, from moments that were rounded in between.
       for (int k = kParams + 1; Functor::kSumsSquares && k < kLower; ++k)
         AMPKIT_CHECK(tensor.dtype[k] == DType::kFloat, op, ": moments in lower precision");
     }
@@ -77,10 +77,10 @@ struct Step {
   }
 };
 
-// A row is a functor: its kRule is the name, kStates the lists of states, Settings::kCount how many settings follow the common ones.
+// A row is a functor: kRule is its name, kStates the number of state lists, Settings::kCount that of settings beyond kCommon.
 template <class... Functors>
 struct RuleTable {
-  // take(step) with the Step of the rule that has this name.
+  // Calls take(step) with the Step of the rule of this name.
   template <class Take>
   static void find(const std::string& rule, const StepArguments& given, const Take& take) {
     const bool is_known = ((rule == Functors::kRule && (take(Step<Functors>(given)), true)) || ...);

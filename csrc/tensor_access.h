@@ -1,4 +1,4 @@
-// What ampkit/_casting, which knows torch's own structures, lends to the libraries of kernels, which only know the stable ABI: the
+// ampkit/_casting, which knows torch's own structures, gives the libraries of kernels, which only know the stable ABI, the
 // tensors behind Python objects, so that a call need not go through the dispatcher (direct.h).
 #pragma once
 
@@ -10,13 +10,12 @@
 namespace ampkit {
 
 struct TensorAccess {
-  // True if no mode, transform, trace or profiler is to hear of operators that this thread calls.
+  // True if no mode, transform, trace or profiler observes operators that this thread calls.
   bool (*is_unobserved)();
-  // The tensor of this object, which need not be given back and lives as long as the object does; nullptr unless it is a plain
-  // one: of torch's own class, or of one that treats functions of torch no differently, with memory of its own and nothing lazy
-  // about it.
+  // The tensor of this object, borrowed; it lives as long as the object. nullptr unless it is plain: of torch's own class, or of
+  // one that treats functions of torch no differently, with memory of its own and not lazy.
   AtenTensorHandle (*plain_tensor)(PyObject* object);
-  // A new object for a tensor that is given away.
+  // A new object, which takes the tensor over.
   PyObject* (*wrap)(AtenTensorHandle tensor);
   // torch counts the writes of its own operators only. Autograd's checks and weight-cast caches read the count.
   void (*count_write)(AtenTensorHandle tensor);

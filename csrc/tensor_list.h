@@ -1,7 +1,7 @@
 // TensorList: the tensors of an operator's list argument, and TensorView, one of them.
 //
-// A std::vector<torch::stable::Tensor> would allocate a shared owner for every tensor, and ask twice where once will do:
-// on thousands of small tensors that is more work than the arithmetic. These own and read the bare handles.
+// A std::vector<torch::stable::Tensor> would allocate a shared owner for every tensor, and query it twice instead of once:
+// on thousands of small tensors that is more work than the arithmetic. These classes own and read the bare handles.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -33,7 +33,7 @@ class TensorView {
     static const int32_t cpu = aoti_torch_device_type_cpu();
     return device_type() == cpu;
   }
-  // As the aoti_torch_dtype_*() functions number them.
+  // The number that an aoti_torch_dtype_*() function returns.
   int32_t dtype_code() const { return get<int32_t>(aoti_torch_get_dtype); }
 
   Tensor share() const {
@@ -57,7 +57,7 @@ class TensorView {
 
 class TensorList {
  public:
-  // Takes the tensors over from the list that the dispatcher hands to an operator, and frees that list.
+  // Takes the tensors over from the list that the dispatcher passes to an operator, and frees that list.
   explicit TensorList(StableListHandle list) {
     size_t size = 0;
     TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
@@ -100,7 +100,7 @@ class TensorList {
 
 }  // namespace ampkit
 
-// How TORCH_BOX makes a TensorList of an argument of type Tensor[].
+// With this TORCH_BOX makes a TensorList of an argument of type Tensor[].
 template <>
 struct torch::stable::detail::ToImpl<ampkit::TensorList> {
   static ampkit::TensorList call(StableIValue value, uint64_t, bool) {

@@ -1,4 +1,4 @@
-// TensorLists: what a multi-tensor operator was given, checked and brought into a form that a driver can run over.
+// TensorLists: the arguments of a multi-tensor operator, checked and in the form that a driver runs over.
 //
 // A driver sees flat memory: for tensor i, one pointer and one dtype per list, and a number of elements. Lists may mix
 // dtypes and sizes freely. The tensors of one row have no gaps, and strides that agree (contiguous, channels-last); others are
@@ -30,7 +30,7 @@ enum class Role { kRead, kRest, kWrite, kWriteOrRest, kMoment };
 
 AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16; }
 
-// The tensors that stand for one list of an operator: count of them from the first on.
+// The tensors of one list of an operator: count of them from the first on.
 struct Column {
   const TensorList* tensors;
   Role role;
@@ -53,7 +53,7 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline bool are_equal(Sizes a, Sizes b) { return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()); }
 
-// Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions.
+// Whether the elements fill their memory without gaps or overlap, in any order of dimensions.
 inline bool is_dense(TensorView tensor) {
   if (tensor.is_contiguous()) return true;
   const Sizes sizes = tensor.sizes(), strides = tensor.strides();
@@ -97,7 +97,7 @@ class TensorLists {
     return std::string(op_) + ": tensor " + std::to_string(i) + " of list " + std::to_string(k) + " ";
   }
 
-  // Reads each tensor's record once, for it is seldom in the cache.
+  // Reads each tensor's record once, because it is seldom in the cache.
   void flatten(size_t i) {
     FlatTensor<kDepth>& flat = flat_.emplace_back();
     const Sizes expected = columns_[0][i].sizes();
@@ -135,7 +135,7 @@ class TensorLists {
     return DType::kFloat;
   }
 
-  // Packed moments are in the order of a contiguous tensor, in bytes that are one.
+  // Packed moments are bytes, in the order of a contiguous tensor.
   void check_packed(int k, size_t i, int64_t numel) const {
     const TensorView tensor = columns_[k][i];
     const int64_t expected = packed_bytes(numel);
@@ -184,7 +184,7 @@ inline void check_memory(const char* op, TensorView tensor) {
   AMPKIT_CHECK(tensor.storage_bytes() != 0, op, ": an argument has no memory: its storage was freed");
 }
 
-// An optional tensor that a kernel reads or writes beside the lists: dense, of so many elements; nullptr where it is absent.
+// An optional tensor that a kernel reads or writes beside the lists: dense, of this many elements; nullptr if it is absent.
 template <class T>
 T* data_beside(const char* op, const MaybeTensor& tensor, TensorView beside, int64_t numel) {
   using torch::headeronly::ScalarType;
@@ -204,7 +204,7 @@ T* element_data(const char* op, const MaybeTensor& tensor, TensorView beside) {
   return data_beside<T>(op, tensor, beside, 1);
 }
 
-// Where a kernel reports values that are not finite: that there are any, and the first tensor that has one.
+// The report of a kernel on values that are not finite: whether there are any, and the first tensor that has one.
 struct Findings {
   float* found_inf;
   int64_t* first_bad;
@@ -217,7 +217,7 @@ inline Number number(const char* op, double value, const MaybeTensor& tensor, Te
   return {value, element_data<float>(op, tensor, beside)};
 }
 
-// A number for each tensor of a list, float32; nullptr where it is absent.
+// A number for each tensor of a list, float32; nullptr if it is absent.
 inline const float* vector_data(const char* op, const MaybeTensor& vector, const TensorList& tensors) {
   return data_beside<float>(op, vector, tensors[0], static_cast<int64_t>(tensors.size()));
 }

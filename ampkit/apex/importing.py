@@ -25,7 +25,7 @@ from ..logs import is_rank_zero, logger
 from ..scripts.running import Run
 
 VERSION = "0.1"
-"""The version that Apex's last releases with amp called themselves."""
+"""The version of Apex's last releases with amp."""
 
 PROVIDED = {
     "apex.amp": "ampkit.apex.amp",
@@ -39,7 +39,7 @@ PROVIDED = {
     "apex_C": "ampkit.apex.apex_C",
     "fused_adam_cuda": "ampkit.apex.fused_adam_cuda",
 }
-"""Apex's name of a module or package -> ours. ``apex`` itself is made by the finder."""
+"""Apex's name of a module or package -> ampkit's. The finder makes ``apex`` itself."""
 
 INSTEAD = {
     "apex.transformer": "megatron.core (pip install megatron-core) has it now",
@@ -68,7 +68,7 @@ INSTEAD = {
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
 }
-"""What a script can use in place of modules that the drop-in does not have."""
+"""Replacements for modules that the drop-in does not have."""
 
 IMPORTED_BY_APEX = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules that are attributes of ``apex`` after ``import apex`` alone."""

@@ -26,7 +26,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 class CastCaches:
     """The stores of one engine, one for each dtype, made by ``make_store`` at its first use; none where that is None."""
 
-    #: How many dispatch modes only watch: these need not see that a cast is made.
+    #: The number of dispatch modes that only watch: they need not see casts.
     watchers = 0
 
     def __init__(self, make_store: Any | None) -> None:

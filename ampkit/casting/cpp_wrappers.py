@@ -1,14 +1,14 @@
 """Wrappers in C++, where the library is loaded: `wrappers.wrap` puts them around wrappers in Python.
 
-A ``Call`` of ampkit._casting stands for one name of torch. It handles common arguments, and hands everything else to the
-Python wrapper underneath it, which torch.compile traces in its place. It is made once in a process and lent to one
-engine after the other, since dynamo cannot forget what it was told about a function.
+A ``Call`` of ampkit._casting replaces one name of torch. It handles common arguments, and passes everything else to the
+Python wrapper beneath it, which torch.compile traces instead. A process makes it once and lends it to one engine after
+the other, since dynamo cannot forget what it learned about a function.
 
 Note [three shapes]
     A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
-    bind, pickle and cost what torch's own do. A function written in Python stays one, since a built-in function cannot
-    show its signature, and calls the C++ wrapper; and so does one whose own name (``linalg_norm``) is not the one it is
-    found, and pickled, under.
+    bind and pickle like torch's own, at the same cost. A function written in Python stays one and calls the C++ wrapper,
+    since a built-in function cannot show its signature. So does a function whose own name (``linalg_norm``) differs from
+    the name under which it is found and pickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of the user's own: decorators, and registrations by name, which may be used before there is a session.
+"""The user's own functions: decorators, and registrations by name, which may be used before there is a session.
 
 A decorated function casts every tensor it is given; a registered one is patched like a row of the tables, so that ``dtype=``,
 ``out=`` and the like keep their meaning.

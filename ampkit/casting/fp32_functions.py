@@ -1,10 +1,10 @@
 """Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
 
-Where the tables cast an input to float32, autograd saves the cast. The functions here save the input as it is, and go through
+If the tables cast an input to float32, autograd saves the cast. The functions here save the input as it is, and go through
 float32 again in the backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
 
 Note [when the copy is made after all]
-    Where autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
+    If autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
     for an autograd function of ampkit's; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
     differentiation. Below `_WORTHWHILE` elements the copy costs less time than Python's part in an autograd function.
 """

@@ -1,8 +1,8 @@
 """Gradients of large weights that stay in lower precision until a script reads them: see "Narrow gradients" in NOTES.md.
 
-A weight is marked for it by a hook in C++, and by ``grad_dtype = None``, with which torch lets its gradient have any dtype.
+A hook in C++ marks such a weight, and so does ``grad_dtype = None``, with which torch lets its gradient have any dtype.
 `getter` widens ``p.grad`` in place, once, when a script reads it. Steps of initialized optimizers, clipping by norm and
-``zero_grad`` look past that: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
+``zero_grad`` bypass it: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
 float32: Python cannot see the hooks that DDP puts on an accumulation.
 
 `getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
@@ -57,24 +57,24 @@ def follow_dtype(param: Tensor) -> None:
 
 
 stored_gradient = (lambda param: param.grad) if _library is None else _library.stored_gradient
-"""A function of a parameter: its gradient as it is stored."""
+"""Return a parameter's gradient as it is stored."""
 
 
 note_set_aside: Callable[[Tensor], None] = (lambda param: None) if _library is None else _library.note_set_aside
-"""A block has set the gradient of this parameter aside."""
+"""Note that a block has set a parameter's gradient aside."""
 
 is_set_aside: Callable[[Tensor], bool] = (lambda param: True) if _library is None else _library.is_set_aside
-"""Whether no script has written None to ``p.grad`` since `note_set_aside`; forgets that. True where writes are not seen."""
+"""Whether no script has written None to ``p.grad`` since `note_set_aside`; clears the note. True if writes are not seen."""
 
 takes_narrow_gradients: Callable[[Any], bool] = (
     (lambda tensor: False) if _library is None else _library.takes_narrow_gradients
 )
-"""Whether gradients of this may be narrow."""
+"""Whether a tensor's gradients may be narrow."""
 
 read_narrow: Callable[[bool], bool] = bool if _library is None else _library.read_narrow
-"""Says whether ``p.grad`` is read as it is stored from now on, in this thread; returns what held before.
+"""Set whether this thread reads ``p.grad`` as it is stored; return the previous setting.
 
-For steps of which every kernel takes both precisions.
+For steps whose kernels all take both precisions.
 """
 
 

@@ -27,8 +27,8 @@ from ..patching import by_tensor
 if TYPE_CHECKING:
     from .cache import CastCaches
 
-#: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for those
-#: that stay in the dtype they came in.
+#: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for weights
+#: that keep the dtype in which they were loaded.
 stored = by_tensor()
 
 _is_enabled = torch.is_autocast_enabled
@@ -54,8 +54,8 @@ class CastingState:
         #: Whether models have narrow results.
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
-        #: Set when the engine is closed, with the states of threads before it switched them on for good, by their ident, and the
-        #: function that wrappers call then, which stay in place for a while: see Note [plain places].
+        #: Set when the engine is closed; the states of threads, by ident, before it switched them on for good; and the function
+        #: that wrappers call while they stay in place: see Note [plain places].
         self.closed = False
         self.before: dict[int, Saved] = {}
         self.leave: Callable[[], None] = lambda: None
@@ -218,7 +218,7 @@ def is_plain_place() -> bool:
     return _excluded() | _excluded_at_rest() == _excluded_at_rest()
 
 
-#: The dispatch keys that this thread excludes: torch.autocast's where that is off, and more inside of a dispatcher's call.
+#: The dispatch keys that this thread excludes: torch.autocast's if that is off, and more inside of a dispatcher's call.
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 

@@ -1,7 +1,7 @@
 """Patches of torch around the functions that the tables name, from the engine's `install` to its `close`.
 
-They need torch's own functions (torch.jit, pickle, tables in a ``__torch_function__``, inductor), or bypass what casts rely on
-(``.data``, data loaders, autograd, checkpoints).
+The patched code needs torch's own functions (torch.jit, pickle, tables in a ``__torch_function__``, inductor), or bypasses what
+casts rely on (``.data``, data loaders, autograd, checkpoints).
 """
 
 from __future__ import annotations

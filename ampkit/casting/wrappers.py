@@ -1,7 +1,7 @@
 """Wrappers of torch's functions that cast their arguments: one factory for each `CastKind`.
 
-`_where_casts_are_off` asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a
-script has kept casts nothing after the engine closes. The wrapper inside of it runs where casts are on. The engine calls `wrap`;
+`_where_casts_are_off` asks on every call whether casting is on, and calls torch's function if not, so that a wrapper that a
+script has kept casts nothing after the engine closes. The wrapper inside of it runs if casts are on. The engine calls `wrap`;
 this module patches nothing.
 
 Note [what is never cast]

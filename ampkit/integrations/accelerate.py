@@ -16,7 +16,7 @@ from . import clipping
 from .grad_scaler import GradScaler
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-"""Where an Accelerator looks that is not told a precision; ``TrainingArguments(bf16=True)`` writes it and leaves it there."""
+"""The variable that an Accelerator without a given precision reads; ``TrainingArguments(bf16=True)`` sets it for good."""
 
 
 def attach(accelerator: Any, session: Session | None = None) -> None:

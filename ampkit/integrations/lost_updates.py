@@ -16,7 +16,7 @@ from ..insight.around_step import Named, named_params
 from ..insight.updates import UpdateCheck, Weights
 from ..registry import unwrapped, wrapper_of
 
-#: Elements of a parameter that are sampled, the share of the time that sampling may take, and the number of parameters in the first
+#: The sampled elements of a parameter, the share of the time that sampling may take, and the number of parameters in the first
 #: step, when the cost of one parameter is not yet known.
 SAMPLE, BUDGET, FIRST = 2**11, 0.02, 1
 _FRAMEWORKS = (

@@ -75,7 +75,7 @@ class State(enum.Enum):
     IN_BLOCK = "earlier ones in stashes, or with the fresh ones in p.grad; fresh ones at the scale of the block"
 
 
-#: The transitions that a script is refused, by verb and state. Every other one is allowed.
+#: The refused transitions, by verb and state. Every other one is allowed.
 _REFUSED = {
     ("step", State.IN_BLOCK): (
         "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block first: step() "

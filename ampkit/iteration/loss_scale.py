@@ -1,7 +1,7 @@
-"""The loss scale: the number that the loss is multiplied by, the rule that moves it, and the reports of skipped steps.
+"""The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps.
 
 The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` runs a kernel that
-moves them by the flag of a block. Nothing waits: a `HostCopy` arrives later, and its changes are logged (skips from 3 to 5).
+updates them from the flag of a block. Nothing waits: a `HostCopy` arrives later; its changes are logged (skips from 3 to 5).
 """
 
 from __future__ import annotations

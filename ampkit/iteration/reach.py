@@ -2,7 +2,7 @@
 
 ``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block the
 block first holds the gradients that the graph of the loss leads to: those of optimizers of other sessions, and of tensors that
-no initialized optimizer updates. Outside of all blocks, the wrappers whose gradients a pass writes to note it for the step.
+no initialized optimizer updates. Outside of all blocks, a wrapper whose gradients a pass writes to notes it for the step.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
 
 _library = dispatch().library
 leaves_behind: Callable[[list[torch.Tensor]], Any] = _leaves_behind if _library is None else _library.leaves_of
-"""A function of tensors: the leaves that their graphs lead to, and whether a function in Python is among the nodes."""
+"""Return the leaves that the graphs of tensors lead to, and whether a function in Python is among the nodes."""
 seen = _seen if _library is None else _library.seen
-"""A function of a list of parameters: their gradients as they are now, for `are_still`; they are not kept alive."""
+"""Return the present gradients of a list of parameters, for `are_still`, without keeping them alive."""
 are_still = _are_still if _library is None else _library.are_still
-"""A function of what `seen` returned and the same list: whether the same tensors are there, with no write that torch counts."""
+"""Whether a list of parameters has the gradients that `seen` returned for it, with no write since that torch counts."""
 
 
-#: The blocks that are open, in all threads, innermost last.
+#: The open blocks, in all threads, innermost last.
 open_blocks: list[Any] = []
 
 

@@ -1,4 +1,4 @@
-"""Running statistics stay finite: a batch that overflows would else leave inf or NaN in them for good.
+"""Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good.
 
 Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values. Finite
 elements keep the values that forwards or scripts gave them. On an accelerator the device chooses; nothing waits.

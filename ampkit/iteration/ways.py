@@ -1,7 +1,7 @@
 """The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
 
 `OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
-``torch.optim.Adam.step`` runs as it is, with hooks, groups and state. Only the function that it hands its lists to
+``torch.optim.Adam.step`` runs as it is, with hooks, groups and state. Only the function to which it passes its lists
 (``torch.optim.adam.adam``) is replaced while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
 """
 
@@ -29,9 +29,9 @@ from .gradients import Gradients
 
 Wrapper = Any  # of optimizer_wrapper.py, which imports this module
 
-#: Classes of torch whose update `OnePassStep` knows.
+#: torch's classes whose update `OnePassStep` knows.
 ONE_PASS = (SGD, Adam, AdamW)
-#: Settings of groups with which torch's step computes something else than ours.
+#: Group settings with which torch's step and ampkit's differ.
 _OTHER_ARITHMETIC = ("amsgrad", "differentiable")
 _version_of = operator.attrgetter("_version")
 
@@ -136,7 +136,7 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        #: By the id of the first, counts that move together: the tensors, their versions, a number for each, equal where they are.
+        #: Step counts that move together, by the id of the first: the tensors, their versions, and their values.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
         self.state: Any = optimizer.state

@@ -39,7 +39,7 @@ _ops: dict[str, Any] = {}
 #: By operator, the indices of the arguments that it writes to.
 _written: dict[str, list[int]] = {}
 #: By operator, the function that calls the kernel past torch's dispatcher (csrc/direct.h). The function returns NotImplemented,
-#: with nothing written, where the dispatcher is needed or the kernel refuses an argument.
+#: with nothing written, if the dispatcher is needed or the kernel refuses an argument.
 direct: dict[str, Callable[..., Any]] = {}
 
 
@@ -130,7 +130,7 @@ def _choose() -> Implementation:
 
 
 _implementation = _choose()
-#: The types of devices that there are kernels for.
+#: The device types that have kernels.
 kernel_devices = frozenset(
     ("cpu", "cuda") if _implementation.cuda else ("cpu",) if _implementation.name == "extension" else ()
 )

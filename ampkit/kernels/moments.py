@@ -1,20 +1,20 @@
 """Moments of optimizers in 8 bits, and rounding by random numbers that are a function of where they are used.
 
-Block-wise, as in Dettmers et al. 2022 ("8-bit Optimizers via Block-wise Quantization"): what is large in one place of a
-tensor costs no precision in another. And companded, as in their dynamic codes and in FlashOptim's, since one block holds
-values that are far apart: here a code is a logarithm, so that the error is relative to each value.
+Codes are block-wise, as in Dettmers et al. 2022 ("8-bit Optimizers via Block-wise Quantization"): large values in one place
+of a tensor cost no precision in another. They are companded, as in their dynamic codes and in FlashOptim's, since one block
+holds values that are far apart: here a code is a logarithm, so that the error is relative to each value.
 
 A value is rounded to a float of 8 bits of exponent and 3 of mantissa; read as a whole number, these 11 bits are its place on a
-grid. Each block of 256 elements keeps its highest place (as the float32 that it stands for: the block's scale), and each
-element keeps its distance below that:
+grid. Each block of 256 elements stores its highest place (as the float32 that it stands for: the block's scale), and each
+element stores its distance below that:
 
 - a first moment in a sign and 7 bits: places down to 2^-15.75 of the highest. Lower places become 0.
 - a second moment in 8 bits: places down to 2^-31.75 of the highest. Lower ones are raised to that: a second moment, by whose root
-  a step is divided, is stored as 0 only where it is 0.
+  a step is divided, is stored as 0 only if it is 0.
 
-**How far off.** Eight places to a factor of 2, so neighbours are between 1/15 and 1/8 of a value apart. Rounded to nearest a value
-is off by at most 2^-4 of itself (down to 2^-126); by numbers drawn, by less than 2^-3, and not at all in the mean. Nearest alone
-would not do: with beta2 = 0.999 a second moment moves by a thousandth of itself a step, which nearest loses every time.
+**How far off.** A factor of 2 has eight places, so neighbours are between 1/15 and 1/8 of a value apart. Rounded to nearest a value
+is off by at most 2^-4 of itself (down to 2^-126); by numbers drawn, by less than 2^-3, and not at all in the mean. Rounding to
+nearest is not enough: with beta2 = 0.999 a step moves a second moment by a thousandth of itself, which nearest always loses.
 
 Values that come from codes are on the grid, and so is the highest of them: packing them again gives the same bits.
 

@@ -1,12 +1,12 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and their fallback.
 
 Lists may mix dtypes, sizes and devices; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
-Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a narrower
+Arithmetic is float32, or wider if a tensor is: each step is rounded once, and the result once more for a narrower
 output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
 their last places.
 
 A public function has the signature, and hands its arguments to `serve` (routing.py) with the function that computes them in plain
-torch: `_scale` for `multi_tensor_scale`. That takes any floating point dtype and, outside the optimizers' rules, complex ones. The
+torch: `_scale` for `multi_tensor_scale`. This takes any floating point dtype and, outside the optimizers' rules, complex ones. The
 host never waits for a device.
 """
 

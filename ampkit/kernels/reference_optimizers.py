@@ -2,13 +2,13 @@
 
 A step updates ``params`` and states in place, and writes the new values, rounded, into ``lower`` if there is one; the kernels do it
 in one pass. A formula (`adam`, ...) computes on float32 gradients, parameters and states; `formula` widens them before,
-and rounds and writes them after. Where a parameter is wider than float32, its update is.
+and rounds and writes them after. If a parameter is wider than float32, so is its update.
 
-Every step takes, besides the settings of its rule, what `step_arguments` does: ``lr`` and ``step``, the number of this step, 1 for
-the first; ``inv_scale`` (1 / loss scale) and ``clip``, by which ``grads`` are multiplied, which are only read; and ``found_inf``,
-with which nothing is written where it is not 0. Each may be a tensor of one element, on any device.
+Every step takes the settings of its rule and the arguments of `step_arguments`: ``lr``; ``step``, the number of this step, 1 for
+the first; ``inv_scale`` (1 / loss scale) and ``clip``, by which ``grads`` are multiplied (they are only read); and ``found_inf``:
+if it is not 0, nothing is written. Each may be a tensor of one element, on any device.
 
-Where ``lower`` holds int16 (SGD's and Adam's), it is the rest of a weight in lower precision (split.py), and the two are updated
+If ``lower`` holds int16 (SGD's and Adam's), it is the rest of a weight in lower precision (split.py), and the two are updated
 together, in float32. SGD and Adam also take moments in 8 bits, and round by random numbers: moments.py.
 """
 

@@ -26,10 +26,10 @@ from ampkit.sharding import is_sharded, local
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 
-#: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
+#: The value of ``first_bad`` while all tensors are finite: above every index.
 NO_BAD = 2**62
 
-#: Moments may be packed (moments.py), and there are rests (split.py); kernels refuse both in other lists.
+#: Moments may be packed (uint8: moments.py), and rests are int16 (split.py); kernels refuse both in other lists.
 _TAKEN = CASTABLE | {torch.uint8, torch.int16}
 
 

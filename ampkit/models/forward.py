@@ -168,7 +168,7 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
         return method(model, *args, **kwargs)
 
 
-#: Submodules of models whose calls are cast over float32 weights, inside of the models alone; and how.
+#: Submodules of models with float32 weights whose calls are cast inside of the models alone, with their casts.
 _parts: weakref.WeakKeyDictionary[nn.Module, ForwardCasts] = weakref.WeakKeyDictionary()
 
 

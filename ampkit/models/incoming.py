@@ -1,4 +1,4 @@
-"""Models that are loaded in float16 or bfloat16: what is trained is float32 while a session lives.
+"""Models that are loaded in float16 or bfloat16: trained weights are float32 while a session lives.
 
 `widen_models` is the first thing that a session does to its models; `Incoming.give_back` undoes it, last of all. A session that
 takes over the models of an earlier one takes over its record too, without rounding in between.

@@ -22,7 +22,7 @@ _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Multi
 
 Plan = Any  # plan.py's, which stands above this room
 
-#: Why a parameter stays as it came.
+#: The reason why a parameter keeps its dtype.
 NOT_TRAINED = "no optimizer trains it"
 
 

@@ -108,7 +108,7 @@ class FusedOptimizer(KeepsState):
     clip_value: float | None = None
     inputs: StepInputs | None = None  # of the step that runs
     grad_norm: torch.Tensor | None = None
-    """The norm of all gradients in the last step, unclipped (float32, shape [1]), where it was taken."""
+    """The norm of all gradients in the last step, unclipped (float32, shape [1]), if it was computed."""
     _skips: torch.Tensor | None = None  # how many steps were skipped, on their device
     more_defaults: dict[str, Any] = {}  # noqa: RUF012  (settings of groups that a derived optimizer has besides)
 

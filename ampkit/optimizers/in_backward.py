@@ -1,7 +1,7 @@
 """The hooks of an optimizer without a session in a backward pass: they step parameter by parameter, or watch sums.
 
-With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees that. Without it
-one hook, on the first parameter in lower precision, warns once of gradients that add up there. `widen_sums` lets them add up
+With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees the gradient. Without
+it one hook, on the first parameter in lower precision, warns once of gradients that add up there. `widen_sums` lets them add up
 in float32. A session checks gradients itself, and removes the hooks while it lasts.
 """
 

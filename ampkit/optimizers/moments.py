@@ -2,7 +2,7 @@
 
 An optimizer asks its storage for zeros, to ``load`` a parameter's state as float32 and to ``store`` it, and nothing else.
 
-Moments in lower precision are always rounded by random numbers: they move by less a step than nearest would notice
+Moments in lower precision are always rounded by random numbers: rounding to nearest would lose a step's small changes
 (kernels/moments.py). Checkpoints hold them in float32, and loading one gives the same bits again.
 """
 

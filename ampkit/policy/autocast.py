@@ -1,7 +1,7 @@
 """torch.autocast's own op lists, under the names that Python has for their operators: data only.
 
-`CUDA_LIST` and `CPU_LIST` lie over the default tables under ``policy="autocast"`` (`tables.py`), and are what
-docs/policy.md compares these with. Their sources are ATen/autocast_mode.h and autocast_mode.cpp; the tests compare
+Under ``policy="autocast"`` `CUDA_LIST` and `CPU_LIST` override the default tables (`tables.py`);
+docs/policy.md compares the two. Their sources are ATen/autocast_mode.h and autocast_mode.cpp; the tests compare
 them with what the installed torch has registered.
 """
 

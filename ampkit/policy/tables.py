@@ -1,8 +1,8 @@
 """The cast tables of every level that casts: data only, each group with its reason.
 
-`APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where
-Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched.
-`TABLES` says which of them a policy is made of; a `Policy` (policy.py) reads it.
+`APEX` holds the rows that Apex's amp had, `TODAY` functions that torch has gained since and Apex's lists never reached.
+If Apex cast to combine mixed dtypes and torch now promotes by itself, the row says NATIVE and nothing is patched.
+`TABLES` says which tables make up a policy; a `Policy` (policy.py) reads it.
 """
 
 from __future__ import annotations

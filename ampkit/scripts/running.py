@@ -35,7 +35,7 @@ EXAMPLE = "ampkit run --device cpu tests/apex/scripts/classify.py --opt-level O1
 VARIABLE = "AMPKIT_RUN"
 SPAWNED = "ampkit.scripts.spawned"
 LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""torch's own variable: ``torch.load`` unpickles anything where it was not told ``weights_only``."""
+"""torch's own variable: ``torch.load`` unpickles anything unless it is passed ``weights_only``."""
 
 PICKLES_REFUSED = (
     "ampkit: ampkit run --allow-pickle ... loads such files as torch did before 2.6, without an edit of the script. A "
@@ -43,12 +43,12 @@ PICKLES_REFUSED = (
 )
 
 NO_CUDA = ("Found no NVIDIA driver", "Torch not compiled with CUDA")
-"""How the errors begin that torch raises where a script says ``.cuda()`` on a machine without a GPU."""
+"""The beginnings of torch's errors when a script calls ``.cuda()`` on a machine without a GPU."""
 
 RUNS_ON_THE_CPU = "ampkit: ampkit run --device cpu ... runs the script's CUDA calls on the CPU."
 
 _until_exit = ExitStack()
-"""In a spawned process: what holds as long as the process lives."""
+"""In a spawned process: contexts that last as long as the process."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Run:
     replace: bool = False
     allow_pickle: bool = False
     needs_apex: bool = True
-    """Whether the drop-in is there for all; else only for imports that the script cannot do without."""
+    """Whether all imports find the drop-in; else only imports that the script cannot do without."""
     around: str | None = None
-    """What sets up more, as ``module:function``: called with the run, and whether this process was spawned, it gives a context."""
+    """A further setup, as ``module:function``: called with the run, and whether this process was spawned, it returns a context."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> None:

@@ -37,7 +37,7 @@ bool is_lower_precision(at::ScalarType dtype) {
 
 bool is_castable(at::ScalarType dtype) { return dtype == at::ScalarType::Float || is_lower_precision(dtype); }
 
-// Dtypes that a call in lower precision is not to be mixed with.
+// Dtypes that a call in lower precision must not be mixed with.
 bool is_exact(at::ScalarType dtype) { return dtype == at::ScalarType::Double || at::isComplexType(dtype); }
 
 bool is_subclass_of_tensor(PyObject* object) {
@@ -60,14 +60,14 @@ bool holds_no_tensors(PyObject* object) {
   return false;
 }
 
-// A mode of torch function or of dispatch, or a transform of torch.func: what they see and do is for Python to decide.
+// Whether a mode of torch function or of dispatch, or a transform of torch.func, is active: Python handles these.
 bool is_watched(const ThreadKeys& thread) {
   constexpr c10::DispatchKeySet watchers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   return thread.included().has_any(watchers) || at::impl::PythonTorchFunctionTLS::stack_len() > 0;
 }
 
-// Of any sparse layout.
+// Any sparse layout.
 bool is_sparse(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return impl->is_sparse() || impl->is_sparse_compressed();
@@ -75,7 +75,7 @@ bool is_sparse(const at::Tensor& tensor) {
 
 enum class Verdict { Through, Cast, Slow };
 
-// What is to be done with a call; `to_cast` gets a bit for each argument that is to be cast.
+// The verdict on a call; `to_cast` gets a bit for each argument to cast.
 Verdict judge(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Py_ssize_t total, uint32_t& to_cast) {
   at::ScalarType first = at::ScalarType::Undefined;
   bool mixed = false;
@@ -136,10 +136,10 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
 }
 
-// Second references to what a call is given: see WeightCast.held.
+// Second references to the arguments of a call: see WeightCast.held.
 using Held = c10::SmallVector<at::Tensor, 4>;
 
-// Products keep their factors for the backward pass, and one of them several times over.
+// Products save their factors for the backward pass, and one of them several times.
 void hold(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Held& held) {
   if (binding->kind != Kind::Lower) return;
   for (Py_ssize_t i = 0; i < nargs; ++i) {
@@ -149,7 +149,7 @@ void hold(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Held&
   }
 }
 
-// A weight's cast that is in the store, borrowed, or null: most calls need no more. What may throw is left to `cast`.
+// A weight's cast in the store, borrowed, or null: most calls need no more. `cast` handles all that may throw.
 PyObject* find_on_cpu(const Binding* binding, PyObject* argument) {
   if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) return nullptr;
   CastStore* store = binding->store;
@@ -157,13 +157,13 @@ PyObject* find_on_cpu(const Binding* binding, PyObject* argument) {
   return store->find(argument);
 }
 
-// A new reference to the cast of one argument (to itself, where it is not ours to cast), or null with an exception.
+// A new reference to the cast of one argument (to itself, if its device is not cast), or null with an exception.
 PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(argument);
   if (binding->kind == Kind::Lower) {
     const bool is_weight = Py_TYPE(argument) == reinterpret_cast<PyTypeObject*>(ParameterClass);
-    // Leaves are edited through .data, which torch does not count; what autograd made is not.
+    // Scripts edit leaves through .data, which torch does not count, but not results of autograd.
     const bool is_activation = !is_weight && c10::GradMode::is_enabled() && !tensor.is_leaf();
     if (is_weight || is_activation) {
       const int bypassed = is_bypassed(binding->store);
@@ -210,7 +210,7 @@ void release(Binding* binding) {
   delete binding;
 }
 
-// Keeps alive what a call needs, whatever is done to the Call meanwhile.
+// Keeps alive what a call needs, even if the Call is unbound meanwhile.
 struct InUse {
   PyObject* original;
   Binding* binding;
@@ -226,8 +226,8 @@ struct InUse {
   InUse& operator=(const InUse&) = delete;
 };
 
-// A function of torch is called as the tables have it: torch.autocast must not cast its arguments once more, its own way.
-// But one that was given lower precision and is written in Python calls others, which have rows of their own.
+// The tables have decided the casts of a call of torch: torch.autocast must not cast the arguments again by its own lists.
+// But a function written in Python that was given lower precision calls others, which have rows of their own.
 struct PastAutocast {
   PastAutocast(const Binding* binding, ThreadKeys& thread)
       : control(binding->control), thread(thread), added(keys(binding) - thread.excluded()) {
@@ -236,7 +236,7 @@ struct PastAutocast {
   ~PastAutocast() {
     thread.set_excluded(thread.excluded() - added);
     if (control->installed) return;
-    // A session ended in the midst of the call: what that switched off stays off.
+    // A session ended during the call: casting, which it switched off, stays off.
     for (int i = 0; i < control->known; ++i) at::autocast::set_autocast_enabled(control->device_types[i], false);
   }
   PastAutocast(const PastAutocast&) = delete;
@@ -264,7 +264,7 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   const InUse use(call);
   const Binding* binding = use.binding;
   ThreadKeys& thread = keys_of_this_thread();
-  // A subclass shall be told that torch's own method was called, which is for Python to do.
+  // A subclass must see a call of torch's own method, which Python arranges.
   const bool is_subclass = nargs > 0 && !is_tensor(args[0]) && is_subclass_of_tensor(args[0]);
   if (binding == nullptr || !is_on(binding->control, thread)) {
     const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
@@ -436,7 +436,7 @@ PyObject* call_method(PyObject* object, PyObject* type) {
   return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &self->definition);
 }
 
-// A C function with a `self` is pickled as getattr(self, name): what stands for self is the module it is found in.
+// A C function with a `self` is pickled as getattr(self, name): here self is the module in which it is found.
 PyObject* call_reduce(PyObject* object, PyObject*) {
   PyObject* importlib = PyImport_ImportModule("importlib");
   if (importlib == nullptr) return nullptr;

@@ -1,9 +1,9 @@
-// What stands in torch's place under O1 when this library is loaded: a C function, or a method descriptor of
+// The replacement of a function of torch under O1 when this library is loaded: a C function, or a method descriptor of
 // torch.Tensor, that casts the tensors among its arguments and calls the original.
 //
-// It handles what is common (tensors and parameters of exactly these types, numbers, sizes) and hands everything else
+// It handles common arguments (tensors and parameters of exactly these types, numbers, sizes) and passes all others
 // to the wrapper in Python (ampkit/casting/wrappers.py), which is the specification of both. A Call lives as long as
-// the process, like the functions of torch; an engine binds and unbinds it, and unbound it calls straight through.
+// the process, like the functions of torch. An engine binds and unbinds it; unbound it only calls the original.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,10 +15,10 @@
 
 namespace ampkit {
 
-// As in ampkit.policy.cast_rules.CastKind, by what the fast path does: Call.bind is given the names.
+// ampkit.policy.cast_rules.CastKind, by what the fast path does: Call.bind takes the names.
 enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned, Native };
 
-// What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.
+// The state that an engine gives a Call. Counted, since the engine may be closed during a call.
 struct Binding {
   // In Python's arenas: a thousand of them on the C heap, between the tensors, make torch's own allocations slower.
   static void* operator new(size_t size) {
@@ -44,7 +44,7 @@ struct Call {
   PyObject* name;      // str
   PyObject* module;    // str: where pickle finds the function
   PyObject* doc;       // str or None
-  PyObject* original;  // what is called in the end
+  PyObject* original;  // the function that is called in the end
   Binding* binding;    // null while no engine has it
 };
 

@@ -26,8 +26,8 @@ uint32_t version_of(const at::Tensor& tensor) {
 
 namespace {
 
-// Uses of a weight in one call share a node, in which their gradients add up in the cast's precision: so many of them, and
-// the sums of these add up in float32.
+// So many uses of a weight in one call share a node, in which their gradients add up in the cast's precision. The sums of the
+// nodes add up in float32.
 constexpr int kUsesOfANode = 64;
 
 constexpr size_t kMaxCompanions = 64;
@@ -40,7 +40,7 @@ uintptr_t key_of(PyObject* weight, bool recording = c10::GradMode::is_enabled())
 PyObject* weight_of(uintptr_t key) { return reinterpret_cast<PyObject*>(key & ~uintptr_t{3}); }
 bool is_recorded(uintptr_t key) { return (key & 3) == 0; }
 
-// Where kernels on the tensor are queued now. Another stream would read a cast before it is written.
+// The stream on which kernels for the tensor are queued now. Another stream would read a cast before it is written.
 c10::StreamId stream_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return 0;
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).id();
@@ -53,8 +53,8 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Takes out the entries of weights that `ends` says. They are released afterwards, since that may run Python code that comes
-// back to them, and frees tensors, which lets other threads run.
+// Takes out the entries of weights for which `ends` holds. They are released afterwards, since releasing them may run Python
+// code that uses the store, and frees tensors, which lets other threads run.
 template <typename Ends>
 void take_out(Casts& casts, Ends&& ends) {
   std::vector<WeightCast> doomed;
@@ -78,7 +78,7 @@ PyObject* discard(PyObject* store, PyObject* reference) {
 
 PyMethodDef discard_definition = {"discard", discard, METH_O, nullptr};
 
-// Remembers which weights a call used, for the next call that begins with the same one.
+// Remembers the weights that a call used, for the next call that begins with the same one.
 void note_companions(Casts& casts, Lifetime call) {
   std::vector<WeightCast*> used;
   for (auto& [key, entry] : casts.of_weights) {
@@ -148,7 +148,7 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, boo
   if (on_death == nullptr) {
     PyObject* callback = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this));
     if (callback == nullptr) return false;
-    Py_XSETREF(on_death, callback);  // making it may have collected garbage, and that come here
+    Py_XSETREF(on_death, callback);  // making it may have collected garbage, which may have called this function
   }
   WeightCast entry;
   entry.weight = PyWeakref_NewRef(weight, on_death);
@@ -212,7 +212,7 @@ PyObject* store_new(PyTypeObject* type, PyObject*, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-// Casts lead to weights by way of autograd, where the collector of Python does not come: `drop` ends them.
+// Casts refer to weights through autograd, which Python's garbage collector does not traverse: `drop` ends them.
 int store_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(store_of(self)->capturing);
   Py_VISIT(store_of(self)->on_death);
@@ -304,7 +304,7 @@ PyObject* store_drop_ended(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Ends a call: its casts that autograd recorded wait for `drop_ended`, others go.
+// Ends a call: its casts that autograd recorded wait for `drop_ended`, others are dropped.
 PyObject* store_end(PyObject* self, PyObject* number) {
   const Lifetime lifetime = PyLong_AsUnsignedLongLong(number);
   Casts& casts = store_of(self)->casts;
@@ -343,7 +343,7 @@ PyObject* store_set_kept(PyObject*, PyObject* args) {
 
 PyObject* store_pairs(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  // First hold them all: making Python objects may collect garbage, and that may discard entries.
+  // First hold them all: making Python objects may collect garbage, which may discard entries.
   std::vector<std::pair<THPObjectPtr, THPObjectPtr>> held;
   for (auto& [key, entry] : store_of(self)->casts.of_weights) {
     THPObjectPtr weight = referent(entry.weight.get());

@@ -1,8 +1,8 @@
-// Casts of weights and of recent activations to one dtype, of which ampkit.casting.cache.CastCaches holds one for each. Call looks
-// things up in it, and fills it, without going through Python. How long a cast lives is asked in one place, `lifetime_of`: to the end
+// Casts of weights and of recent activations to one dtype; ampkit.casting.cache.CastCaches holds a store for each dtype. Call reads
+// and fills it without going through Python. `lifetime_of` alone decides how long a cast lives: to the end
 // of the outermost call of an initialized model in this thread, to the end of keep_casts, or to the optimizer step. Elsewhere
-// nothing is kept. Casts made with grad mode, without it, and in inference mode are kept apart: one that autograd did not record
-// is useless for training, and one that it did would keep a graph alive through an evaluation.
+// nothing is kept. Casts made with grad mode, without it, and in inference mode are kept apart: a cast that autograd did not record
+// is useless for training, and one that it recorded would keep a graph alive through an evaluation.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,8 +15,8 @@
 
 namespace ampkit {
 
-// What a cast is made of, taken before: other threads run meanwhile, and a cast of a value that is gone must not be kept. The
-// function that takes a stamp holds the weight's storage until it compares it, so that no other storage comes to lie at its address.
+// The state of a weight before it is cast: other threads run meanwhile, and a cast of an old value must not be kept. The function
+// that takes a stamp holds the weight's storage until it compares the stamp, so that no other storage is allocated at its address.
 struct Stamp {
   uint64_t generation;  // of the store
   uint32_t version;
@@ -26,7 +26,7 @@ struct Stamp {
   bool operator==(const Stamp&) const = default;
 };
 
-// What a weak reference refers to, held while it is used; nothing where that is gone.
+// The object of a weak reference, held while it is used; empty if it is gone.
 inline THPObjectPtr referent(PyObject* reference) {
 #if PY_VERSION_HEX >= 0x030d0000
   PyObject* object = nullptr;
@@ -42,10 +42,10 @@ inline THPObjectPtr referent(PyObject* reference) {
 using Lifetime = uint64_t;
 constexpr Lifetime kNotKept = 0, kEnded = UINT64_MAX - 1, kToStep = UINT64_MAX;
 
-// Weights by their addresses, which belong to no others as long as a reference to each is held elsewhere.
+// Weights by their addresses, which are unique as long as a reference to each weight is held elsewhere.
 using Weights = std::unordered_set<PyObject*>;
 
-// What runs in this thread: the outermost call of an initialized model, and the innermost keep_casts with its weights.
+// The state of this thread: the outermost call of an initialized model, and the innermost keep_casts with its weights.
 struct ThisThread {
   Lifetime call = kNotKept;
   Lifetime kept = kNotKept;
@@ -56,8 +56,8 @@ extern constinit thread_local ThisThread this_thread;
 struct WeightCast {
   THPObjectPtr weight;  // a weak reference, whose callback discards the entry
   THPObjectPtr cast;
-  // A second reference to the cast, in C++: a tensor that only its Python object holds needs the GIL wherever a function in C++
-  // keeps it (autograd saves it for the backward pass) and lets it go.
+  // A second reference to the cast, in C++: a tensor that only its Python object holds needs the GIL whenever a function in C++
+  // keeps it (autograd saves it for the backward pass) and releases it.
   at::Tensor held;
   Lifetime lifetime = kNotKept;
   Lifetime call = kNotKept;  // the call that has made the uses of this node
@@ -67,7 +67,7 @@ struct WeightCast {
   uint32_t cast_version = 0;
   c10::StreamId stream = 0;
   Stamp stamp = {};
-  // As long as it is referred to, no other storage comes to lie at its address.
+  // As long as this reference exists, no other storage is allocated at its address.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
 };
 
@@ -88,7 +88,7 @@ struct Casts {
   Py_ssize_t kept = 0;       // so far
   Weights to_step;           // the weights whose casts live to the optimizer step
   THPObjectPtr held_to_step;  // a tuple of them
-  // The weights that a call used, by the first of them: weak references, that of the first foremost.
+  // The weights that a call used, by the first of them: weak references, the first weight's in front.
   std::unordered_map<PyObject*, std::vector<THPObjectPtr>> companions;
 };
 
@@ -98,21 +98,21 @@ struct CastStore {
   char keeps_all;  // keep whatever autograd records to the next drop
   Py_ssize_t casts_made;
   uint64_t generation;  // goes up when anything is dropped or forgotten
-  PyObject* capturing;  // None, or what tells whether the current stream is being captured into a CUDA graph
+  PyObject* capturing;  // None, or a function: whether the current stream is being captured into a CUDA graph
   PyObject* on_death;   // the callback of the weak references
   Casts casts;
 
-  // How long a cast of the weight that is made now, in this thread, is kept.
+  // The lifetime of a cast of the weight that this thread makes now.
   Lifetime lifetime_of(PyObject* weight) const;
   // The entry of the weight that a call in this thread may use, or null. Does not ask whether the store is bypassed.
   WeightCast* usable(PyObject* weight);
-  // The kept cast, borrowed; null where there is none, or where its node has had its uses.
+  // The kept cast, borrowed; null if there is none, or if its node has had all its uses.
   PyObject* find(PyObject* weight);
-  // A new reference to the kept cast with a node of its own; null without an exception where none is kept.
+  // A new reference to the kept cast with a node of its own; null without an exception if none is kept.
   PyObject* another_use(PyObject* weight);
-  // What the weight is now.
+  // The present state of the weight.
   Stamp stamp(const at::Tensor& weight) const;
-  // Keeps a cast of what `stamp` says as long as `lifetime_of` says, if that is what the weight still is. Returns false with a
+  // Keeps a cast for the lifetime that `lifetime_of` returns, if the weight's stamp is still `made_of`. Returns false with a
   // Python exception.
   bool keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used);
   at::Tensor find_recent(const at::Tensor& activation);

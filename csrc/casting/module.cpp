@@ -1,5 +1,5 @@
-// ampkit._casting: O1's wrappers in C++. They read torch's own structures through its C++ headers, so unlike the kernels
-// this library serves exactly the torch that it was built with, and refuses to be imported by any other.
+// ampkit._casting: O1's wrappers in C++. They read torch's own structures through its C++ headers. So unlike the kernels
+// this library serves only the torch that it was built with, and raises an error when it is imported under another.
 #include <Python.h>
 
 #include <cstring>

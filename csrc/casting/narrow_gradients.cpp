@@ -36,7 +36,7 @@ namespace impl = torch::autograd::impl;
 
 bool is_reduced(const at::Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()); }
 
-// What a script may have entered where it reads a gradient: none of it has a part in what the gradient becomes.
+// Excludes the modes in which a script may read a gradient: none of them may change how it is widened.
 struct PastAllModes {
   c10::InferenceMode inference{false};
   c10::impl::ExcludeDispatchKeyGuard modes{c10::DispatchKeySet(
@@ -45,7 +45,7 @@ struct PastAllModes {
   at::AutoDispatchBelowAutograd below;
 };
 
-// The gradient of a weight that takes narrow ones, in float32. The weight's lock is held, and the GIL by a script that reads it.
+// Makes the gradient of a weight that takes narrow ones float32. The caller holds the weight's lock; a script that reads, the GIL.
 void widen(at::Tensor& grad) {
   if (!grad.defined() || !is_reduced(grad) || grad.layout() != at::kStrided) return;
   const PastAllModes past;
@@ -57,7 +57,7 @@ struct LockOf : Node {
   static std::mutex& of(Node& node) { return node.*(&LockOf::mutex_); }
 };
 
-// torch adds what comes to the gradient that is there, in place and in its precision.
+// torch adds a new gradient to the present one in place, in the present one's precision.
 struct WidenFirst : torch::autograd::FunctionPreHook {
   explicit WidenFirst(c10::TensorImpl* weight) : weight(weight) {}
 
@@ -83,7 +83,7 @@ WidenFirst* hook_of(const at::Tensor& weight) {
   return nullptr;
 }
 
-// A dict of hooks of a script, of which none is left. torch does not export what dynamic_cast would ask of its class: a name tells.
+// Whether a script's dict of hooks is empty. torch does not export the symbol that dynamic_cast needs: a name identifies the class.
 template <class PyHooks, class Hook>
 bool is_empty(const Hook& hook, const char* name) {
   if (c10::demangle(typeid(hook).name()) != name) return false;
@@ -101,7 +101,7 @@ bool has_hooks(AccumulateGrad& node) {
   return false;
 }
 
-// Whether the gradient is accumulated where it was made: other streams would have to wait for each other.
+// Whether the gradient is accumulated on the stream that made it: other streams would have to wait for each other.
 bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
   if (grad.is_cpu()) return true;
   const auto stream = node.stream();
@@ -109,13 +109,13 @@ bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
 }
 
 bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: of some inputs alone
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: a pass for some inputs alone
   return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
       grad.layout() == at::kStrided && node.variable.requires_grad() && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
       is_on_stream_of(node, grad);
 }
 
-// sum += grad on a CPU, in one pass, where torch's own addition of two dtypes takes more than twice the time.
+// sum += grad on a CPU, in one pass: torch's own addition of two dtypes takes more than twice the time.
 bool add_in_one_pass(const at::Tensor& sum, const at::Tensor& grad) {
   const auto is_plain = [](const at::Tensor& x) {
     return x.is_cpu() && x.layout() == at::kStrided && x.is_contiguous() && !x.is_inference() && !x.unsafeGetTensorImpl()->is_python_dispatch();
@@ -159,7 +159,7 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  constexpr int64_t kSmall = 64 * 1024;  // elements: finding the rows that were used takes longer than a whole table of fewer
+  constexpr int64_t kSmall = 64 * 1024;  // elements. For a smaller table the search for used rows takes longer than a sum of all
   const bool is_whole = table.numel() < kSmall;
   at::Tensor rows, sums;
   if (is_whole) {
@@ -167,7 +167,7 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   } else {
     at::Tensor places;
     std::tie(rows, places, std::ignore) = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
-    // torch's kernel adds up what belongs to a row, of those that were used alone.
+    // torch's kernel sums the gradients of each row, for the used rows only.
     sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
     if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
   }
@@ -188,14 +188,14 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   return true;
 }
 
-// What Python sees.
+// The functions for Python.
 
 namespace {
 
 thread_local bool reads_narrow = false;  // p.grad, in this thread
 
 PyGetSetDef getset_of_torch(const char* name) {
-  // Not the one of torch.Tensor, where ours may stand.
+  // Not the one of torch.Tensor, which ampkit's may have replaced.
   PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
   THPObjectPtr descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), name));
   return descriptor ? *reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset : PyGetSetDef{};
@@ -214,7 +214,7 @@ PyObject* read_grad(PyObject* self, void* torchs_own) {
   Py_DECREF(grad);
   HANDLE_TH_ERRORS
   if (auto accumulator = impl::try_get_grad_accumulator(weight)) {
-    // Who accumulates may hold the lock and wait for the GIL. Other readers wait for the GIL.
+    // An accumulating thread may hold the lock and wait for the GIL. Other readers wait for the GIL.
     pybind11::gil_scoped_release without_gil;
     const std::lock_guard<std::mutex> lock(LockOf::of(*accumulator));
     pybind11::gil_scoped_acquire with_gil;
@@ -226,15 +226,15 @@ PyObject* read_grad(PyObject* self, void* torchs_own) {
   END_HANDLE_TH_ERRORS
 }
 
-// Weights whose gradients a block has set aside, until a script writes None to p.grad: then it wants none of them. Under the GIL.
+// Weights whose gradients a block has set aside, until a script drops these by writing None to p.grad. Under the GIL.
 std::unordered_set<const c10::TensorImpl*> set_aside;
 
 constexpr const char* kAdded =
     "ampkit: p.grad was assigned inside of a scale_loss block, which has set the gradients of earlier passes aside: at its end they are "
     "added to what is assigned. Call optimizer.zero_grad() before the block if it is to replace them.";
 
-// A float32 weight takes gradients of every floating dtype, in float32, unless a script has said that it takes them as they are
-// (grad_dtype = None); one in lower precision keeps float32 ones.
+// A float32 weight takes gradients of every floating dtype and converts them to float32, unless a script has set
+// grad_dtype = None. A weight in lower precision keeps float32 gradients.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
   if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
@@ -265,7 +265,7 @@ const at::Tensor* checked(PyObject* object) {
 void follow_dtype_of(const at::Tensor& weight) {
   auto* meta = impl::get_autograd_meta(weight);
   if (meta == nullptr || (!meta->allow_grad_dtype_mismatch_ && !meta->grad_dtype_.has_value())) return;
-  weight.set_grad_dtype(weight.scalar_type());  // for an accumulation that is there
+  weight.set_grad_dtype(weight.scalar_type());  // for an existing accumulation
   meta->grad_dtype_.reset();
 }
 

@@ -46,7 +46,7 @@ py::tuple leaves_of(const py::list& tensors) {
   return py::make_tuple(leaves, has_python);
 }
 
-// Gradients of a list of parameters as they were, which are not kept alive for it.
+// The earlier gradients of a list of parameters, which it does not keep alive.
 struct Seen {
   struct One {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient;
@@ -69,7 +69,7 @@ py::object seen(const py::list& params) {
   return py::capsule(found.release(), [](void* seen) { delete static_cast<Seen*>(seen); });
 }
 
-// are_still(seen, params): whether the same tensors are the gradients, with no write since that torch has counted
+// are_still(seen, params): whether the gradients are the same tensors, with no write since that torch has counted
 bool are_still(const py::capsule& before, const py::list& params) {
   const auto& all = before.get_pointer<Seen>()->all;
   if (all.size() != params.size()) return false;

@@ -1,4 +1,4 @@
-// Where the graph of a loss leads, and whether gradients are still what they were: ampkit/iteration/reach.py and found_inf.py.
+// The leaves of the graph of a loss, and whether gradients are unchanged: ampkit/iteration/reach.py and found_inf.py.
 #pragma once
 
 #include <Python.h>

@@ -14,7 +14,7 @@ namespace ampkit {
 
 namespace {
 
-// torch 2.11 keeps nodes in a std::shared_ptr that deletes by a function of torch's, torch 2.15 in an intrusive_ptr: an edge tells which.
+// torch 2.11 holds nodes in a std::shared_ptr with a deleter of torch's, torch 2.15 in an intrusive_ptr: an edge shows which.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <typename Node>
@@ -25,7 +25,7 @@ auto make_node(uint64_t order) {
     return c10::make_intrusive<Node>(order);
 }
 
-// torch.autograd.graph.node_creation_hook, in a torch that has it.
+// torch.autograd.graph.node_creation_hook, if torch has it.
 template <typename Pointer, typename Node>
 void call_creation_hooks(const Node& node) {
   if constexpr (requires(const Pointer& any) { fire_node_creation_hooks(any); }) fire_node_creation_hooks(Pointer(node));
@@ -53,7 +53,7 @@ void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t orde
 
 at::Tensor another_use_of(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
   if (!source.requires_grad()) return cast;
-  // As torch's own bindings call autograd: see weight_casts.cpp.
+  // Like torch's own bindings when they call autograd: see weight_casts.cpp.
   pybind11::gil_scoped_release without_gil;
   c10::TensorImpl* impl = cast.unsafeGetTensorImpl();
   at::Tensor use(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));

@@ -1,5 +1,5 @@
-// Whether Calls cast, in this thread, and tensors on which devices: torch.autocast's own state, read for an engine. The
-// C++ twin of ampkit.casting.state.CastingState, which says what it means.
+// Whether Calls cast in this thread, and on which devices: torch.autocast's own state, read for an engine. The
+// C++ twin of ampkit.casting.state.CastingState, which explains it.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -19,7 +19,7 @@ struct Switch {
   c10::DispatchKeySet keys;         // of torch.autocast, for the known ones
 };
 
-// The dispatch keys of this thread: looked up once in a call, since every look goes through the loader's tables.
+// The dispatch keys of this thread: looked up once in a call, since every lookup goes through the loader's tables.
 using ThreadKeys = c10::impl::PODLocalDispatchKeySet;
 inline ThreadKeys& keys_of_this_thread() { return c10::impl::raw_local_dispatch_key_set; }
 
@@ -28,13 +28,13 @@ inline bool is_on(const Switch* control, const ThreadKeys& thread) {
   return control->installed && (control->keys & thread.excluded()) != control->keys;
 }
 
-// Whether torch.autocast is on in the thread of these keys while the engine is not: torch may have brought back what the engine had
-// switched off, which Python finds out.
+// Whether torch.autocast is on in the thread of these keys while the engine is off: torch may have restored a state that the
+// engine had switched off, which Python finds out.
 inline bool is_left_on(const Switch* control, const ThreadKeys& thread) {
   return !control->installed && (control->keys & thread.excluded()) != control->keys;
 }
 
-// Whether a tensor lies on a device whose tensors are cast, where `is_on`.
+// Whether a tensor lies on a device whose tensors are cast, if `is_on`.
 inline bool is_on_our_device(const Switch* control, const at::Tensor& tensor) {
   const c10::DeviceType type = tensor.device().type();
   for (int i = 0; i < control->count; ++i) {

@@ -20,8 +20,8 @@ bool is_unobserved() {
       !at::hasCallbacks();
 }
 
-// Whether the class of this tensor is to be told of functions of torch. Parameters are not, nor are classes made of them that
-// leave it at that.
+// Whether the class of this tensor overrides functions of torch. Parameters do not, nor do their subclasses that
+// inherit this.
 bool has_torch_function(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const nothing = PyObject_GetAttr(ParameterClass, name);

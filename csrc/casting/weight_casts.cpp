@@ -16,7 +16,7 @@ namespace ampkit {
 
 namespace {
 
-// On the CPU a large cast is best made where it is used, while it is in the caches.
+// On the CPU a large cast is best made at its use, while it is in the caches.
 constexpr int64_t kSmallOnCpu = 1 << 15;
 
 bool is_worth_casting_ahead(const at::Tensor& weight) { return !weight.is_cpu() || weight.numel() <= kSmallOnCpu; }
@@ -24,7 +24,7 @@ bool is_worth_casting_ahead(const at::Tensor& weight) { return !weight.is_cpu() 
 // Sharding frees a weight between its uses.
 bool is_allocated(const at::Tensor& weight) { return weight.numel() == 0 || weight.storage().nbytes() > 0; }
 
-// The weights that were used by the last call that began with `weight`, and that may be cast in one go with it.
+// The weights used by the last call that began with `weight` which may be cast in one go with it.
 std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   const at::Tensor& first = THPVariable_Unpack(weight);
   std::vector<THPObjectPtr> found;
@@ -42,8 +42,8 @@ std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   return found;
 }
 
-// Casts the weights with one call, each with an edge of its own to its weight, and keeps them. Without the GIL, as torch's own
-// bindings call autograd: a thread that holds the lock of a weight's autograd state may be waiting for it.
+// Casts the weights with one call, each with an edge of its own to its weight, and keeps the casts. Releases the GIL, like torch's
+// own bindings: a thread that holds the lock of a weight's autograd state may be waiting for the GIL.
 PyObject* cast_together(CastStore* store, std::vector<THPObjectPtr> weights, at::ScalarType dtype, bool records) {
   std::vector<at::Tensor> tensors, casts;
   std::vector<Stamp> stamps;
@@ -79,7 +79,7 @@ constexpr c10::DispatchKeySet kWrappers(
     {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
 
 bool is_plain_weight(const at::Tensor& weight) {
-  // Forward-mode gradients are for Python. Asking the weight for one would take a lock of its autograd state: see above.
+  // Python handles forward-mode gradients. Asking the weight for one would take a lock of its autograd state: see above.
   return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() &&
       !weight.key_set().has_any(kWrappers) && !in_forward_mode();
 }

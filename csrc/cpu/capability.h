@@ -1,4 +1,4 @@
-// Which instruction set the CPU kernels run with, chosen once per process.
+// The instruction set of the CPU kernels, chosen once per process.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -12,7 +12,7 @@ namespace ampkit {
 
 enum class Capability { kBaseline, kAvx2, kAvx512 };
 
-// What the processor has, or less if the environment variable AMPKIT_CPU_CAPABILITY (baseline, avx2, avx512) says so.
+// The processor's, or a lower one if the environment variable AMPKIT_CPU_CAPABILITY (baseline, avx2, avx512) says so.
 Capability capability();
 
 // AMPKIT_VARIANT(kernel), or (kernel<arguments>): the function of this name that was compiled for capability(). See cpu/each_capability.h.

@@ -2,11 +2,11 @@
 //
 // A kernel source defines AMPKIT_SOURCE as its own name and includes this file, which includes the source back for
 // AVX-512, AVX2 and a baseline, each time with AMPKIT_CAPABILITY naming the namespace to use. The kernels
-// are plain loops; what the compiler makes of them differs. AMPKIT_VARIANT(kernel) picks one at run time.
+// are plain loops; only the compiler's output differs. AMPKIT_VARIANT(kernel) picks a variant at run time.
 //
 // Note [no templates of others in kernels]: a function template instantiated inside these regions is compiled for the
 // region's instruction set, and the linker may keep that copy for the whole program. So the regions hold only
-// functions of our own namespaces, and nothing from the standard library.
+// functions of ampkit's namespaces, and nothing from the standard library.
 #include <cstdint>
 
 #include "cpu/capability.h"

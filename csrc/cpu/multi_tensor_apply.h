@@ -1,7 +1,7 @@
 // The one driver of the CPU kernels: a single parallel region over all tensors, whose threads take blocks off a counter.
 //
-// A region per tensor would pay a fork and a join for each of a model's many small tensors, and waits for the slowest
-// thread each time another job holds a core; with the counter a late thread simply takes fewer blocks.
+// A region per tensor would fork and join for each of a model's many small tensors, and wait for the slowest
+// thread each time another job holds a core. With the counter a late thread takes fewer blocks.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -24,8 +24,8 @@ struct Block {
 };
 
 constexpr int64_t kBlockSize = 64 * 1024;
-// Below this many elements a second thread costs more than it brings. Nor does it bring anything to blocks as small as this on
-// average, on which there is less to do than one thread has done to pack them.
+// With fewer elements than kSerialSize a second thread costs more than it gains. So it does with blocks smaller than kSmallBlock
+// on average: there is less to do on them than one thread has done to pack them.
 constexpr int64_t kSerialSize = 128 * 1024;
 constexpr int64_t kSmallBlock = 256;
 
@@ -38,7 +38,7 @@ std::vector<Block<kDepth>> blocks_of(const std::vector<FlatTensor<kDepth>>& tens
   return blocks;
 }
 
-// What the threads of a checking kernel find.
+// The findings of the threads of a checking kernel.
 class SharedFindings {
  public:
   void report(int64_t tensor) {
@@ -58,7 +58,7 @@ class SharedFindings {
   std::atomic<int64_t> first_{kNone};
 };
 
-// Calls body(index) for every block, from several threads at once where that pays.
+// Calls body(index) for every block, from several threads at once if that is faster.
 template <int kDepth, class Body>
 void for_each_block(const std::vector<Block<kDepth>>& blocks, const Body& body) {
   const int64_t count = static_cast<int64_t>(blocks.size());

@@ -4,7 +4,7 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// A copy multiplies by nothing, as torch's: a product would flush denormals where torch.set_flush_denormal(True) asks for it.
+// A copy does not multiply, like torch's: under torch.set_flush_denormal(True) a product would flush denormals.
 struct Same {
   template <class Floats>
   AMPKIT_INLINE Floats operator()(Floats x) const {
@@ -12,7 +12,7 @@ struct Same {
   }
 };
 
-// Returns whether all inputs are finite, if asked to look. out may be x itself, element for element.
+// Returns whether all inputs are finite, if kChecks. out may be x itself, element for element.
 template <bool kChecks, class In, class Out, class Functor>
 static bool scale_run(const In* x, Out* out, int64_t n, Functor functor) {
   Words distances = {};

@@ -4,7 +4,7 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// Tile by tile, since values that are not float32, go through a buffer.
+// Tile by tile, since values that are not float32 go through a buffer.
 static void join_block(const Block<3>& block) {
   const auto& [data, dtype, numel] = *block.tensor;
   TileBuffer buffer;

@@ -8,7 +8,7 @@
 namespace ampkit {
 namespace {
 
-// One pass over all blocks. each: a number for each tensor, or nullptr; sums: two for each block.
+// A pass over all blocks. each: a number for each tensor, or nullptr; sums: two for each block.
 template <class Functor, class Step>
 void run_blocks(const Step& step, const std::vector<Block<Step::kDepth>>& blocks, const float* each, double* sums) {
   static_assert(kBlockSize % kMomentBlock == 0, "blocks of tensors hold whole blocks of moments");

@@ -1,6 +1,6 @@
 // multi_tensor_unscale_l2norm on the CPU. Memory traffic: each input read once, each output, if any, written once.
 //
-// The check costs nothing: where the sum of squares is an ordinary number, every value is.
+// The check costs nothing: if the sum of squares is an ordinary number, so is every value.
 #ifdef AMPKIT_CAPABILITY
 
 namespace ampkit {
@@ -10,7 +10,7 @@ template <class In, class Out>
 static SumOfSquares unscale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
   const auto write = [&](int64_t i, Vector v, int64_t count) { put(out + i, functor(v), count); };
   if (static_cast<const void*>(x) != out) return sum_of_squares(x, n, write);
-  const SumOfSquares squares = sum_of_squares(x, n);  // may look twice: before anything is overwritten
+  const SumOfSquares squares = sum_of_squares(x, n);  // may read twice: before anything is overwritten
   for_each_vector(x, n, write);
   return squares;
 }
@@ -52,7 +52,7 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
   AMPKIT_CHECK(!inputs.empty(), op, ": inputs is empty");
   const Findings findings(op, found_inf, first_bad, inputs[0]);
   const ScaleFunctor functor(number(op, inv_scale, inv_scale_tensor, inputs[0]));
-  // Without outputs the inputs stand in for them, and are only read.
+  // Without outputs the inputs take their place, and are only read.
   const bool writes = !outputs.empty();
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const auto blocks = blocks_of(lists.flat());

@@ -1,5 +1,5 @@
 // The norms that reduction kernels return, from the sums of squares of their blocks. Sums over blocks are float64, in an
-// order that depends on nothing but the sizes: the norm is the same bit for bit for any number of threads.
+// order that depends only on the sizes: the norm is the same bit for bit for any number of threads.
 #pragma once
 
 #include <cmath>

@@ -6,7 +6,7 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// Float32 parameters, where a loop may as well have WeightsAndRests (cpu/tiles.h).
+// Float32 parameters, with the interface of WeightsAndRests (cpu/tiles.h).
 struct Floats {
   static constexpr int32_t kHighest = 0;
   float* values;
@@ -22,7 +22,7 @@ struct Floats {
 };
 
 // Calls body(gradients, parameters) for elements [offset, offset + n): gradients as float or BFloat16, parameters as
-// WeightsAndRests or Floats, in the buffer where they are in lower precision; store(values) takes these home afterwards.
+// WeightsAndRests or Floats, which are in the buffer if they are in lower precision; store(values) writes Floats back.
 template <class Functor, class Body, class Store>
 static inline void visit_step(const FlatTensor<Functor::kStates + 3>& tensor, int64_t offset, int64_t n, TileBuffer& g_buffer,
                               TileBuffer& p_buffer, const Body& body, const Store& store) {
@@ -54,7 +54,7 @@ static void step_tile(const Grad* g, Params p, float* a, float* b, int64_t n, Fu
   if (highest > Params::kHighest) p.settle(n);
 }
 
-// The functor over parameters that stay as they are; adds their squares and those of the directions that it leaves to sums.
+// Runs the functor over parameters that it does not change; adds their squares and those of its directions to sums.
 template <class Grad, class Functor>
 static void directions_tile(const Grad* g, const float* p, float* a, float* b, int64_t n, Functor functor, double* sums) {
   TileBuffer directions;
@@ -64,7 +64,7 @@ static void directions_tile(const Grad* g, const float* p, float* a, float* b, i
   sums[1] += sum_of_squares(directions.values, n).sum;
 }
 
-// sums: two of the block, for rules with kSumsSquares.
+// sums: the block's two, for rules with kSumsSquares.
 template <class Functor>
 static void step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, bool writes_lower, double* sums) {
   constexpr int kStates = Functor::kStates, kLower = kStates + 2;

@@ -1,13 +1,13 @@
 // How CPU kernels read and write any dtype with float32 arithmetic. Included once per instruction set, by
 // cpu/each_capability.h.
 //
-// Vectors: visit() gives a kernel its memory as float, Half or BFloat16; load_vector() and store_vector() convert on the
-// way, in registers. The kernels that do little arithmetic are loops over these, for one list in and one out.
+// Vectors: visit() gives a kernel its memory as float, Half or BFloat16; load_vector() and store_vector() convert
+// in registers. Kernels with little arithmetic are loops over vectors, for one input and one output list.
 //
-// Tiles: an operator over k lists would need 3^k such loops. It walks its block in tiles small enough to stay in the
-// first-level cache instead. load() gives a tile as float32: the memory itself where it is float32 already, a converted copy
-// otherwise. The arithmetic is a plain loop over float32. target() and store() do the same on the way out, edit() and store()
-// where a tile is updated in place. visit_tile() leaves bfloat16, which is a shift, alone, for loops that are templates over it.
+// Tiles: an operator over k lists would need 3^k such loops. Instead it processes its block in tiles that fit into the
+// first-level cache. load() returns a tile as float32: the memory itself if it is float32 already, a converted copy
+// otherwise. The arithmetic is a plain loop over float32. target() and store() do the same for outputs, edit() and store() for
+// tiles that are updated in place. visit_tile() does not convert bfloat16, which is a shift, for loops that are templates over it.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
@@ -41,7 +41,7 @@ struct BFloat16 {
 static inline float widen(float x) { return x; }
 static inline float widen(BFloat16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
 
-// Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones where it holds.
+// Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones if it holds.
 #define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
 constexpr int kLanes = AMPKIT_LANES;
 typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
@@ -54,7 +54,7 @@ AMPKIT_VECTOR_INLINE Words is_above(Words x, int32_t limit) {
   typedef int32_t Integers __attribute__((vector_size(4 * AMPKIT_LANES), may_alias));
   return reinterpret_cast<const Words&>(static_cast<const Integers&>(reinterpret_cast<const Integers&>(x) > limit));
 }
-// One instruction each; what the compiler makes of __builtin_convertvector takes five.
+// One instruction each; the compiler makes five of __builtin_convertvector.
 #if AMPKIT_LANES == 16
 AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
   return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
@@ -99,8 +99,8 @@ AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-// A subnormal counts in units of 2^-24, the last place of 0.5. Not by moving exponents with a product: under
-// torch.set_flush_denormal(True) the processor would take it for 0, as neither torch nor the other instruction sets do. Infinity
+// A subnormal counts in units of 2^-24, the last place of 0.5. No product moves exponents: under
+// torch.set_flush_denormal(True) the processor would read a subnormal as 0, unlike torch and the other instruction sets. Infinity
 // and NaN get their exponent back.
 AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
   const Words half = load_words(x), magnitude = half & 0x7fff;
@@ -109,7 +109,7 @@ AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
   return vector_of(either(is_above(magnitude, 0x3ff), normal, subnormal) | (half & 0x8000) << 16);
 }
 
-// Subnormals are rounded by adding 0.5, whose last place is theirs; normal numbers by adding half of theirs.
+// Subnormals are rounded by adding 0.5, whose last place is theirs; normal numbers by adding half of their last place.
 AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
   const Words bits = words_of(x), magnitude = bits & 0x7fffffff;
   const Words subnormal = words_of(vector_of(magnitude) + 0.5f) - 0x3f000000;
@@ -134,7 +134,7 @@ AMPKIT_VECTOR_INLINE Words bfloat16_bits(Vector x) {
 }
 AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) { store_words(&to->bits, bfloat16_bits(x)); }
 
-// The first n of a vector; the rest is 0, and not written.
+// The first n elements of a vector; the others are 0, and not written.
 template <class T>
 AMPKIT_VECTOR_INLINE Vector load_part(const T* x, int64_t n) {
   T part[kLanes] = {};
@@ -197,12 +197,12 @@ static inline const float* load(const void* data, DType dtype, int64_t offset, i
   return buffer.values;
 }
 
-// The same, to be updated where it lies; store() brings it home.
+// The same, to be updated in place; store() writes it back.
 static inline float* edit(void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
   return const_cast<float*>(load(data, dtype, offset, n, buffer));
 }
 
-// Where to put float32 results that store() will bring to their place.
+// The place for float32 results, which store() then writes to the tensor.
 static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer) {
   return dtype == DType::kFloat ? static_cast<float*>(data) + offset : buffer.values;
 }
@@ -226,7 +226,7 @@ static inline auto visit_tile(const void* data, DType dtype, int64_t offset, int
 }
 
 // Weights and rests as a loop reads and writes them, joined and split in registers: Note [weights and rests]. A loop writes by
-// bits alone, which takes a third of the time; where the highest of what set() returned exceeds kHighest, settle() comes afterwards.
+// bits alone, which takes a third of the time; if the highest result of set() exceeds kHighest, it calls settle() afterwards.
 template <bool kHalf>
 struct WeightsAndRests {
   static constexpr int32_t kHighest = SplitFormat<false>::kLargest;
@@ -262,7 +262,7 @@ struct WeightsAndRests {
   }
 };
 
-// Calls body with those that begin at element `offset` of weights in this dtype and of their rests.
+// Calls body with the WeightsAndRests that begin at element `offset` of weights in this dtype and of their rests.
 template <class Body>
 static inline void visit_rests(void* weights, void* rests, DType dtype, int64_t offset, const Body& body) {
   uint16_t* upper = static_cast<uint16_t*>(weights) + offset;
@@ -279,7 +279,7 @@ static bool all_zero(const T* x, int64_t n) {
 
 template <class T>
 static SumOfSquares wide_sum_of_squares(const T* x, int64_t n) {
-  if (all_zero(x, n)) return {0, true};  // as gradients of what was not used are
+  if (all_zero(x, n)) return {0, true};  // such as gradients of unused parameters
   constexpr int kSums = 16;
   const SquareFunctor square;
   double sums[kSums] = {};
@@ -298,16 +298,16 @@ static SumOfSquares wide_sum_of_squares(const T* x, int64_t n) {
   return {sums[0], are_zero(distances)};
 }
 
-// The squares of at most kSquares elements, as a float32 sum over sixty-four lanes whatever the instruction set, so that the
-// bits are the same. also(i, v, count) gets every vector, as in for_each_vector, to write it somewhere else. All values are
-// finite where the sum is safe; only otherwise they are looked at again (functors/multi_tensor_l2norm.h).
+// The squares of at most kSquares elements, as a float32 sum over sixty-four lanes on every instruction set, so that the
+// bits are the same. also(i, v, count) gets every vector, as in for_each_vector, to write it somewhere else. If the sum is safe,
+// all values are finite; only otherwise they are checked again (functors/multi_tensor_l2norm.h).
 template <class T, class Also>
 static inline SumOfSquares sum_of_squares(const T* x, int64_t n, const Also& also) {
   constexpr int kSums = 64, kVectors = kSums / kLanes;
   Vector sums[kVectors] = {};
   int64_t i = 0;
   for (; i + kSums <= n; i += kSums) {
-    // Processors fetch ahead too little by themselves for elements that take so little time.
+    // Processors prefetch too little by themselves for elements that take so little time.
     if (sizeof(T) == 2)
       for (int k = 0; k < kSums; k += 32) __builtin_prefetch(x + i + 512 + k);
 #pragma GCC unroll 16

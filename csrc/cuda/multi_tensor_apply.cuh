@@ -1,18 +1,18 @@
 // The one driver of the CUDA kernels. A launch carries a table of tensors in its arguments (nothing is copied to the
-// device beforehand); each block takes one chunk of one tensor and hands it to a functor. launch_plan.h decides what goes
+// device beforehand); each block passes one chunk of one tensor to a functor. launch_plan.h decides what goes
 // into which launch.
 //
-// Note [dtypes at run time]: a chunk's loads and stores ask its dtype, the same for all threads of a block, instead of
+// Note [dtypes at run time]: a chunk's loads and stores check its dtype, the same for all threads of a block, instead of
 // being compiled for each combination of dtypes. The kernels wait for memory, so the branch is free, lists may mix
 // dtypes within one launch, and an operator over k lists is one kernel, not 3^k.
 //
 // Note [sectors]: a thread's eight elements of float32 are two accesses of 16 bytes, and its neighbour's begin 32 bytes on. So each
 // request of a warp touches 32 sectors of 32 bytes for 512 bytes, half of each; 16 would do. Loads lose little: the second request
-// finds its halves in L1. Stores go through to L2 as twice as many sectors, where the halves meet before they go on to memory. A step
-// of Adam with rests moves 26 bytes an element, 12 of them written, 8 in float32: L2 sees as much as for 34. On cards whose L2
+// finds its halves in L1. Stores reach L2 as twice as many sectors, whose halves meet there before they go to memory. A step
+// of Adam with rests moves 26 bytes an element, 12 of them written, 8 in float32: L2 sees as much as for 34. On GPUs whose L2
 // has twice the bandwidth of their memory (A100) that is no limit; with HBM3e (H200) it may be one. Two runs of four elements, 128
-// apart, would be whole sectors for every dtype, at twice the requests for 16-bit ones. But runs of eight are what moments
-// and random numbers are made of, so that these would need a layout of their own; to be decided by a measurement.
+// apart, would be whole sectors for every dtype, at twice the requests for 16-bit ones. But moments and random numbers are made of
+// runs of eight, and would need a layout of their own; to be decided by a measurement.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,9 +39,9 @@ constexpr int kChunkSize = 64 * 1024;  // indices inside a chunk are 32 bits: 64
 constexpr int kBlocksAtATime = 2;  // of a multiprocessor: 64 registers a thread
 constexpr int kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
 constexpr int kFewArguments = 4092;    // of lists that fit: every launch copies its arguments to the device
-constexpr int kMaxKernelSize = 512;    // of these, for what a kernel brings along besides the tensors
+constexpr int kMaxKernelSize = 512;    // of these, for a kernel's own arguments besides the tensors
 
-// As many tensors as so many bytes of a launch's arguments have room for.
+// The number of tensors for which kBytes of a launch's arguments have room.
 template <int kDepth, int kBytes>
 struct TensorTable {
   static constexpr int kBytesOfTensor = kDepth * (sizeof(void*) + sizeof(DType)) + sizeof(int64_t) + 2 * sizeof(int32_t);
@@ -56,25 +56,25 @@ struct TensorTable {
   DType dtype[kDepth][kMaxTensors];
 };
 
-// kWidth elements as they came from memory. They are unpacked later, so that a thread can have several loads in flight:
-// it waits where it first uses a value, not where it asks for it.
+// kWidth elements as they are in memory. They are unpacked later, so that a thread can have several loads in flight:
+// it waits at the first use of a value, not at its load.
 struct Raw {
   uint32_t words[kWidth];  // a 16-bit dtype fills the first half, two elements a word
 };
 
 template <int kDepth>
 struct Chunk {
-  void* const volatile* data;  // in shared memory, and read there at each access, for pointers take registers
+  void* const volatile* data;  // in shared memory, and read there at each access, because pointers take registers
   DType dtype[kDepth];
   int size;
-  int64_t offset, numel;  // where it begins in its tensor, and that tensor's elements
+  int64_t offset, numel;  // its first element in its tensor, and the tensor's number of elements
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
 
   template <class Element>
   __device__ Element* data_of(int list) const {
     void* begin = data[list];
-    __builtin_assume(__isGlobal(begin));  // else each access would look for the space that it points to
+    __builtin_assume(__isGlobal(begin));  // else each access would find out its memory space at run time
     return static_cast<Element*>(begin);
   }
 
@@ -202,8 +202,8 @@ __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
   return dtype == DType::kFloat ? 4 : dtype == DType::kPacked ? 1 : 2;
 }
 
-// Lists of a step whose dtypes the compiler knows: its loads and stores ask nothing, and take fewer instructions and registers. For
-// the mixes that most models train in; benchmarks/ptxas.py prints what that saves.
+// Lists of a step whose dtypes the compiler knows: its loads and stores check nothing, and take fewer instructions and registers.
+// For the mixes that most models train in; benchmarks/ptxas.py prints the savings.
 template <DType kGrad, DType kParam, DType kState, DType kLower>
 struct Mix {
   template <int kDepth>
@@ -229,7 +229,7 @@ struct AnyMix {
   static __device__ void tell(Chunk<kDepth>&) {}
 };
 
-// Calls run with the first of these mixes that holds for all tensors, or with AnyMix.
+// Calls run with the first of these mixes that all tensors have, or with AnyMix.
 template <class... Mixes, int kDepth, class Run>
 void with_mix(const std::vector<FlatTensor<kDepth>>& tensors, const Run& run) {
   const bool is_known = ((Mixes::template holds<kDepth>(tensors) && (run(Mixes()), true)) || ...);
@@ -291,7 +291,7 @@ void launch_all(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& ke
         table.dtype[k][slot] = tensor.dtype[k];
       }
     }
-    // No refusal: launches before this one may have written.
+    // Not a Refusal: earlier launches may have written.
     if (launch.first_blocks.back() > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
     const auto blocks = static_cast<unsigned>(launch.first_blocks.back());
     multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
@@ -309,7 +309,7 @@ void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Ke
     launch_all<kMaxArguments>(tensors, kernel, stream);
 }
 
-// Where a call is served. The dispatcher comes here if any tensor of the call is on CUDA, also where the first one is not.
+// The device of a call. The dispatcher calls these operators if any tensor is on CUDA, even if the first one is not.
 inline int32_t device_of(const char* op, TensorView first) {
   AMPKIT_CHECK(first.device_type() == aoti_torch_device_type_cuda(), op,
                ": the lists begin on another device than CUDA, and something else is there; one call serves one device");
@@ -322,8 +322,8 @@ inline cudaStream_t current_stream(int32_t device_index) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// What the threads of a block found, brought home by one of them. Every thread of the block must come here. The flag gets
-// the same value from all: no atomics needed.
+// Reports the findings of a block's threads, by one of them. Every thread of the block must call this. All write the same value
+// to the flag: no atomics needed.
 __device__ inline void report(const Findings& findings, int32_t tensor, int32_t highest_magnitude) {
   const bool found = __syncthreads_or(highest_magnitude >= kInfinityBits);
   if (!found || threadIdx.x != 0) return;

@@ -10,7 +10,7 @@
 
 namespace ampkit {
 
-// kSplits: some parameters may have rests. A kernel of its own, for its registers.
+// kSplits: some parameters may have rests. That is a kernel of its own, because of its registers.
 template <class Functor, bool kSplits, class Known>
 struct StepKernel {
   typename Functor::Settings settings;
@@ -23,8 +23,8 @@ struct StepKernel {
     if (settings.skips()) return;
     Known::tell(chunk);
     if constexpr (Functor::kSumsSquares) chunk.dtype[2] = chunk.dtype[3] = DType::kFloat;  // step.h refuses others
-    // The first elements are on their way while one thread makes the functor for its block: it takes powers in float64, and
-    // reads what lies on the device.
+    // The first elements are being loaded while one thread makes the functor for its block: it computes powers in float64, and
+    // reads numbers on the device.
     Raw raw[kStates + 2], rests;
     const bool splits = kSplits && is_rest(chunk.dtype[kLower]);
     int i = threadIdx.x * kWidth;
@@ -34,7 +34,7 @@ struct StepKernel {
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
-    // Read again for each element where sums take the registers.
+    // Read again for each element if sums take the registers.
     const std::conditional_t<Functor::kSumsSquares, const Functor&, const Functor> functor = shared;
     double squares[2] = {};
     const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);

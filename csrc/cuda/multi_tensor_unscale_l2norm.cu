@@ -51,7 +51,7 @@ TwoTensors multi_tensor_unscale_l2norm_cuda(const TensorList& inputs, const Tens
   const cudaStream_t stream = current_stream(device);
   const Findings findings(op, found_inf, first_bad, inputs[0]);
   const Number factor = number(op, inv_scale, inv_scale_tensor, inputs[0]);
-  // Without outputs the inputs stand in for them, and are only read.
+  // Without outputs the inputs take their place, and are only read.
   const bool writes = !outputs.empty();
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const std::vector<int64_t> first = first_blocks(lists.flat());

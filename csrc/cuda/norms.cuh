@@ -11,8 +11,8 @@
 
 namespace ampkit {
 
-// The squares of what a thread takes at once: in float32 where that keeps their digits, for many cards have few units for
-// float64. Sums of these are float64.
+// The squares of the elements that a thread takes at once: in float32 if that keeps their digits, because many GPUs have few
+// units for float64. Sums of these are float64.
 __device__ inline double sum_of_squares(const float (&values)[kWidth]) {
   float sum = 0;
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ inline double sum_of_squares(const float (&values)[kWidth]) {
   return wide;
 }
 
-// The sum over all threads of a block, for thread 0. Every thread must come here.
+// The sum over all threads of a block, for thread 0. Every thread must call this.
 __device__ inline double block_sum(double value) {
   __shared__ double of_warp[kThreads / 32];
   __syncthreads();  // an earlier sum may still be read
@@ -44,15 +44,15 @@ __device__ inline double sum_of_range(const double* sums, int64_t first, int64_t
   return block_sum(sum);
 }
 
-// Where the blocks of consecutive tensors begin and, in the next entry, end: as many as the arguments of a launch have room for, or
-// few, which are copied sooner.
+// The first blocks of consecutive tensors; each entry is also the end of the one before. As many as the arguments of a launch have
+// room for, or few, which are copied faster.
 constexpr int kManyRanges = (kMaxArguments - kMaxKernelSize) / 8 - 1, kFewRanges = 255;
 template <int kRanges>
 struct BlockRanges {
   int64_t first[kRanges + 1];
 };
 
-// finish(tensor, first block, last block) for each tensor: one block of threads works on one.
+// Calls finish(tensor, first block, last block) for each tensor, with one block of threads for each.
 template <int kRanges, class Finish>
 __global__ void __launch_bounds__(kThreads)
     of_each_tensor_kernel(const __grid_constant__ BlockRanges<kRanges> ranges, int64_t start, const __grid_constant__ Finish finish) {
@@ -97,8 +97,8 @@ struct FinishNorm {
   }
 };
 
-// What a reduction leaves: the sums of squares of all blocks, then the norm of all tensors and of each, or [0]. Made before the first
-// launch: where memory is short nothing has been written yet, and the call may be made again.
+// The results of a reduction: the sums of squares of all blocks, then the norm of all tensors and of each, or [0]. Allocated before
+// the first launch: if memory is short, nothing has been written yet, and the call may be repeated.
 class Norms {
  public:
   Norms(TensorView beside, const std::vector<int64_t>& first_blocks, bool per_tensor)

@@ -1,6 +1,6 @@
 // The finite check, as a maximum over the bits: without their sign, float32 bit patterns order like the magnitudes
-// they stand for, with infinity and the NaNs above all finite numbers. An integer maximum vectorises where a
-// floating point classification does not, and one comparison at the end of a block settles it.
+// that they represent, with infinity and the NaNs above all finite numbers. An integer maximum vectorises, unlike a
+// floating point classification, and one comparison at the end of a block decides.
 #pragma once
 
 #include <cstdint>

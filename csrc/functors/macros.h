@@ -1,16 +1,16 @@
-// What lets one functor be compiled by the host compiler and by nvcc.
+// Macros with which the host compiler and nvcc compile the same functor.
 #pragma once
 
 #if defined(__CUDACC__)
 #define AMPKIT_INLINE __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
-// Always inlined: a functor takes on the instruction set of the kernel that it is called from.
+// Always inlined: a functor is compiled for the instruction set of the kernel that calls it.
 #define AMPKIT_INLINE inline __attribute__((always_inline))
 #else
 #define AMPKIT_INLINE inline
 #endif
 
-// The square root that vectorises: the C function may have to set errno, and the one of <cmath> is a template.
+// A square root that vectorises: the C function may have to set errno, and that of <cmath> is a template.
 #if defined(__GNUC__) && !defined(__CUDA_ARCH__)
 #define AMPKIT_SQRT(x) __builtin_sqrtf(x)
 #else

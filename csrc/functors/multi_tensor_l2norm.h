@@ -18,11 +18,11 @@ struct SquareFunctor {
 
 struct SumOfSquares {
   double sum;
-  bool finite;  // whether all that was squared is
+  bool finite;  // whether all squared values are
 };
 
-// Whether a float32 sum of at most 4096 squares has neither overflowed (then it is inf or NaN) nor lost anything that
-// counts: squares below 2^-126 are off by at most 2^-150 each.
+// Whether a float32 sum of at most 4096 squares has neither overflowed (then it is inf or NaN) nor lost relevant
+// digits: squares below 2^-126 are off by at most 2^-150 each.
 AMPKIT_INLINE bool is_safe(float sum) { return sum > 1e-27f && sum < 1e38f; }
 
 }  // namespace ampkit

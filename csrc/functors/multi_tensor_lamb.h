@@ -1,15 +1,15 @@
-// LAMB: the moments and the direction u of Adam (multi_tensor_adam.h), then p = p - lr * u * ratio, where the ratio of a
-// tensor is |p| / |u|, or 1 where one of them is 0.
+// LAMB: the moments and the direction u of Adam (multi_tensor_adam.h), then p = p - lr * u * ratio. The ratio of a
+// tensor is |p| / |u|, or 1 if one of them is 0.
 //
-// Two passes: the first one moves the moments and sums up squares, the second one computes the directions again instead of
-// keeping them: reading the moments again costs no more, and needs no memory.
+// Two passes: the first one updates the moments and sums squares, the second one computes the directions again instead of
+// storing them: reading the moments again costs no more, and needs no memory.
 #pragma once
 
 #include "functors/multi_tensor_adam.h"
 
 namespace ampkit {
 
-// The first pass. Leaves the direction in the place of the parameter, which is not stored.
+// The first pass. Writes the direction in place of the parameter, which is not stored.
 struct LambFunctor : AdamFunctor {
   static constexpr const char* kRule = "lamb";
   static constexpr bool kTakesRests = false, kSumsSquares = true;

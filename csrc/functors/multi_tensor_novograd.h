@@ -1,4 +1,4 @@
-// NovoGrad, with the running norm of each tensor's gradients already moved:
+// NovoGrad, with the running norm of each tensor's gradients already updated:
 //   n = norm / sqrt(c2) + eps,  c = 1 - beta^step
 //   inside the moment:  m = beta1 * m + share * (d / n + weight_decay * p),  p = p - lr * m / c1
 //   outside:            m = beta1 * m + share * d,                           p = p - lr * (m / c1 / n + weight_decay * p)

@@ -1,9 +1,9 @@
-// What the steps of all optimizers share. A step's functor is made from settings, once a call (on CUDA: once a block,
-// because rates, scales and step counts may lie on the device), and then updates one element at a time:
+// Code that the steps of all optimizers share. A step's functor is made from settings, once a call (on CUDA: once a block,
+// because learning rates, scales and step counts may lie on the device), and then updates one element at a time:
 //
 //   void operator()(float gradient, float& param, float& state, float& second_state, float each) const
 //
-// Without fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every device.
+// There are no fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every device.
 #pragma once
 
 #include <math.h>
@@ -12,18 +12,18 @@
 
 namespace ampkit {
 
-// What a functor says of its rule, in its own words where these do not hold.
+// The defaults of a rule, which its functor overrides.
 struct Rule {
   // It takes weights with rests (functors/split.h) and packed moments (moments/format.h), and rounds by numbers drawn.
   static constexpr bool kTakesRests = false;
-  // It leaves a direction in the place of the parameter: nothing but states is stored, and squares of both are summed up.
+  // It writes a direction in place of the parameter: only states are stored, and squares of both are summed.
   static constexpr bool kSumsSquares = false;
   static constexpr bool kKeepsStates = false;  // it only reads them
 
   AMPKIT_INLINE float each(float value) const { return value; }
 };
 
-// own: the settings of the rule, in the order in which its function in Python gives them; betas come first. Flags are 0 or 1.
+// own: the settings of the rule, in the order in which its function in Python passes them; betas are first. Flags are 0 or 1.
 template <int kCount_>
 struct StepSettings {
   static constexpr int kCount = kCount_;
@@ -34,7 +34,7 @@ struct StepSettings {
   const float* clip;
   const float* found_inf;
   double own[kCount];
-  double log_betas[2];  // logarithms of the first two, taken on the host: powers take a GPU's thread hundreds of instructions
+  double log_betas[2];  // logarithms of the first two, computed on the host: powers take a GPU's thread hundreds of instructions
 
   AMPKIT_INLINE bool skips() const { return found_inf != nullptr && *found_inf != 0.0f; }
 
@@ -45,7 +45,7 @@ struct StepSettings {
     return product;
   }
 
-  // 1 - beta^step, what a running mean falls short of after so many steps; in float64, for the power comes close to 1.
+  // 1 - beta^step, the sum of a running mean's weights after this many steps; in float64, because the power is close to 1.
   AMPKIT_INLINE double bias_correction(int beta) const { return -expm1(step.get() * log_betas[beta]); }
 };
 

@@ -1,4 +1,4 @@
-// A number that the host gives, or one element of a tensor, which is read where the kernel runs: the host does not wait for it.
+// A number from the host, or one element of a tensor, which is read where the kernel runs: the host does not wait for it.
 #pragma once
 
 #include "functors/macros.h"

@@ -1,14 +1,14 @@
 // Note [weights and rests]: a float32 value kept in two tensors, the 16-bit weight that the model computes with and an int16 rest.
 //
-// Both dtypes count magnitudes in codes that grow with them, in such steps that the upper bits of a code are the weight:
+// Both dtypes have codes that grow with the magnitude, in such steps that the upper bits of a code are the weight:
 //   bfloat16  the bits of the float32 itself; the rest is the lower 16 of them
 //   float16   the weight's bits and 15 more, that is, units of 2^-15 of the last place: from 2^-14 to 65504 every float32 has a
 //             code, below it is rounded to 2^-39
-// The weight is the value rounded to nearest, ties away from zero, and the rest is what its code lacks, or has too much.
+// The weight is the value rounded to nearest, ties away from zero. The rest is the value's code minus the weight's.
 //
 // Whatever a script writes to the weight, the two together still round to it, and are within half a unit of its last place. Beside
-// a weight of 0, infinity or NaN the rest counts for nothing: so a masked weight is 0. That is why a float16 value too small for its
-// weight stands beside the least weight there is, 2^-24, and not beside 0. Finite values too large for a weight become the largest.
+// a weight of 0, infinity or NaN the rest is ignored: so a masked weight is 0. For this reason a float16 value too small for a
+// weight is stored beside the smallest weight, 2^-24, and not beside 0. Finite values too large for a weight become the largest.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct SplitFormat {
 constexpr int32_t kRebias = 0x38000000;         // between the exponents of float32 and float16
 constexpr int32_t kFirstNormal = 0x400 << 15;  // the code of 2^-14
 constexpr float kUnit = 0x1p-39f, kUnitsOfOne = 0x1p39f;
-constexpr float kAlmostHalf = 0x1.fffffep-2f;  // what rounds to nearest where the sum is cut off: 0.5 would round odd sums up
+constexpr float kAlmostHalf = 0x1.fffffep-2f;  // rounds to nearest if the sum is truncated: 0.5 would round odd sums up
 
 AMPKIT_INLINE int32_t float_bits(float value) {
   int32_t bits;
@@ -43,7 +43,7 @@ AMPKIT_INLINE float float_of_bits(int32_t bits) {
   return value;
 }
 
-// bfloat16's way without its exceptions: right as long as no value exceeds the largest weight. The two hold the bits of any other too.
+// bfloat16 without its exceptions: right if no value exceeds the largest weight. The two hold the bits of any other value too.
 AMPKIT_INLINE float join_bits(uint32_t weight, int32_t rest) {
   return float_of_bits(static_cast<int32_t>((weight << 16) + static_cast<uint32_t>(rest)));
 }

@@ -1,5 +1,5 @@
-// The rule of a dynamic loss scale, as DynamicLossScale has it (ampkit/iteration/loss_scale.py), and the skips that are counted with
-// it. Products are float64, rounded once.
+// The rule of a dynamic loss scale, as in DynamicLossScale (ampkit/iteration/loss_scale.py), and its count of skips. Products are
+// float64, rounded once.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace ampkit {
 
-// The words of ``state``; the last one is counted elsewhere.
+// The words of ``state``; other code counts the last one.
 struct ScaleState {
   float scale;
   int32_t unskipped, overflows_left, skips, skips_in_a_row, skips_at_floor, skips_apart;

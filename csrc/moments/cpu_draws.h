@@ -3,7 +3,7 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// One intrinsic of the instruction set at hand: the two differ by width alone. Bits are combined by operators of the language.
+// An intrinsic of the present instruction set: the two sets differ in width alone. C++ operators combine bits.
 #if AMPKIT_LANES == 16
 #undef AMPKIT_INTRINSIC
 #define AMPKIT_INTRINSIC(name) _mm512_##name
@@ -14,7 +14,7 @@ typedef __m512i Register;
 typedef __m256i Register;
 #endif
 
-// Calls of Philox at once, each in the lower half of a lane of 64 bits: what is in the upper halves does not count.
+// Calls of Philox at once, each in the lower half of a lane of 64 bits: the upper halves are ignored.
 #if AMPKIT_LANES > 4
 typedef Register Calls;
 AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return AMPKIT_INTRINSIC(mul_epu32)(x, y); }
@@ -46,7 +46,7 @@ struct Drawn {
   uint32_t number(int64_t i) const { return number_of(words[i / 4], static_cast<int>(i % 4)); }
 };
 
-// As Philox::operator(), for the elements [offset, offset + n).
+// Like Philox::operator(), for the elements [offset, offset + n).
 static void draw(const Philox philox, uint32_t stream, int64_t offset, int64_t n, Drawn& drawn) {
   alignas(64) uint64_t indices[kCallsAtOnce];
   for (int64_t i = 0; i < kCallsAtOnce; ++i) {
@@ -77,7 +77,7 @@ static void draw(const Philox philox, uint32_t stream, int64_t offset, int64_t n
   }
 }
 
-// The numbers of elements [i, i + kLanes), which begin at a multiple of that.
+// The numbers of elements [i, i + kLanes); i is a multiple of kLanes.
 AMPKIT_VECTOR_INLINE Words numbers(const Drawn& drawn, int64_t i) {
   const uint32_t* words = drawn.words + i / 4;
 #if AMPKIT_LANES > 4

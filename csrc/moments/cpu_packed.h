@@ -1,5 +1,5 @@
 // Packed moments (moments/format.h) by vectors: packed_tile, a step over whole blocks of them, in one loop from codes to codes;
-// and pack() and unpack(), which serve blocks that are not whole, and other moments beside them. Included once per instruction
+// and pack() and unpack(), for incomplete blocks, and beside moments that are not packed. Included once per instruction
 // set, by moments/cpu_step_block.h.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
@@ -43,7 +43,7 @@ static void pack(const float* x, const PackedMoment& to, int64_t n, const Drawn*
 }
 
 #if AMPKIT_LANES > 4
-// Two registers of words become one of places, 16 bits each, in an order of their own, and two of these one of codes.
+// Two registers of words become one of places, 16 bits each, in another order, and two of these one of codes.
 constexpr int kPlaces = 2 * kLanes, kPairs = kMomentBlock / kPlaces;
 typedef Register Pair[2];
 
@@ -86,7 +86,7 @@ AMPKIT_VECTOR_INLINE __m128i eighth(Register places) {
   return _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 #endif
-// There is an instruction for the lowest of eight.
+// Only the lowest of eight has an instruction.
 AMPKIT_VECTOR_INLINE uint32_t highest_of(Register places) {
   return 0xffffu ^ (static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(~eighth(places)))) & 0xffffu);
 }
@@ -107,7 +107,7 @@ AMPKIT_VECTOR_INLINE Vector decoded(const uint8_t* codes, Register base) {
   return reinterpret_cast<Vector>(Code::kSigned ? bits | (code & all_words(0x80000000u)) : bits);
 }
 
-// place_of, where it is not as high as what is not finite may get.
+// place_of, if the place is below those of inf and NaN.
 AMPKIT_VECTOR_INLINE Register place_of_finite(Register bits, Register dither) {
   return AMPKIT_INTRINSIC(srli_epi32)(AMPKIT_INTRINSIC(add_epi32)(bits & all_words(0x7fffffffu), dither), kDropped);
 }
@@ -121,14 +121,14 @@ static __attribute__((noinline, cold)) Register place_of_any(Register bits, Regi
   return bits;
 }
 
-// A block of a moment on its way: decoded by what was the highest place, encoded by what becomes it.
+// A block of a moment during a step: decoded by its old highest place, encoded by the new one.
 template <class Code>
 struct MovingBlock {
   Register base, most = {}, places[kPairs];
 
   explicit AMPKIT_INLINE MovingBlock(uint32_t highest) : base(all_words(base_of<Code>(highest >> kDropped))) {}
 
-  // Of pair j, whose places these are: what is not zero has one, whatever it is, in a second moment; signs go to the highest bits.
+  // Keeps pair j and its places: in a second moment every value but 0 has at least place 1; signs go to the highest bits.
   AMPKIT_INLINE void keep(int j, const Pair& bits, Register found) {
     const Register mask = all_words(0x7fffffffu);
     if (!Code::kSigned) found = larger(found, smaller(narrowed(bits[0] & mask, bits[1] & mask), all_places(1)));
@@ -137,7 +137,7 @@ struct MovingBlock {
     places[j] = found;
   }
 
-  // Code::encode, of what keep() has left.
+  // Code::encode, of the places that keep() has stored.
   static AMPKIT_INLINE Register encoded(Register places, Register base) {
     if (!Code::kSigned) return larger(AMPKIT_INTRINSIC(subs_epu16)(places, base), smaller(places, all_places(1)));
     const Register sign = AMPKIT_INTRINSIC(srli_epi16)(places, 8) & all_places(0x80);

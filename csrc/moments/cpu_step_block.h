@@ -1,8 +1,8 @@
-// rounded_step_block: step_block where moments are packed (moments/format.h), or results are rounded by numbers drawn
+// rounded_step_block: step_block for packed moments (moments/format.h), or for results that are rounded by numbers drawn
 // (moments/rounding.h). Included once per instruction set, by cpu/each_capability.h.
 //
-// Where all moments are packed, whole blocks of them are taken in one loop (moments/cpu_packed.h). Otherwise tiles are float32 as
-// everywhere: moments are unpacked into them and packed again. A tile is a whole number of their blocks.
+// If all moments are packed, one loop processes whole blocks of them (moments/cpu_packed.h). Otherwise tiles are float32 as
+// everywhere: moments are unpacked into them and packed again. A tile is a whole number of blocks.
 #include "cpu/step_block.h"
 #include "moments/cpu_draws.h"
 #include "moments/cpu_packed.h"
@@ -19,7 +19,7 @@ static float* edit_moment(void* data, DType dtype, int64_t numel, int64_t offset
   return buffer.values;
 }
 
-// drawn_bfloat16, of as many as a register holds.
+// drawn_bfloat16, for a register of values.
 AMPKIT_VECTOR_INLINE Words drawn_words(Words bits, Words drawn) {
   const Words magnitude = bits & 0x7fffffff;
   const Words rounded = (magnitude + (drawn & 0xffff)) >> 16;
@@ -28,7 +28,7 @@ AMPKIT_VECTOR_INLINE Words drawn_words(Words bits, Words drawn) {
   return either(is_above(magnitude, 0x7f7fffff), other, finite) | (bits >> 16 & 0x8000);
 }
 
-// Stores a tile in a dtype of its own, by numbers drawn where that is lower precision.
+// Stores a tile in its dtype, rounded by numbers drawn if that is lower precision.
 static void store_drawn(const float* x, void* data, DType dtype, int64_t offset, int64_t n, const Drawn* drawn) {
   if (drawn == nullptr || dtype != DType::kBFloat16) return store(x, data, dtype, offset, n);
   uint16_t* to = static_cast<uint16_t*>(data) + offset;

@@ -1,6 +1,6 @@
 // The CUDA kernel of steps whose moments are packed (moments/format.h), or whose results are rounded by numbers drawn
-// (moments/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time,
-// whose highest place its lanes find by shuffles, and all of them stay until it is done.
+// (moments/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time.
+// Its lanes find the highest place by shuffles, and all of them stay until that is done.
 #pragma once
 
 #include "cuda/multi_tensor_step.cuh"
@@ -12,7 +12,7 @@ namespace ampkit {
 static_assert(kMomentBlock == 32 * kWidth && kDraws == 2 * kWidth, "a warp takes one block of moments, two threads a call of Philox");
 static_assert(kChunkSize % kMomentBlock == 0, "chunks hold whole blocks of moments");
 
-// Two words, which are numbers for as many elements as a thread takes.
+// Two words: the numbers for the kWidth elements of a thread.
 struct DrawnWords {
   uint32_t word[2];
 
@@ -45,7 +45,7 @@ struct PackedMoment {
       values[k] = __uint_as_float(Code::decode(words[k / 4] >> (k % 4 * 8) & 0xff, base));
   }
 
-  // All lanes of a warp must come here. What lies beyond the end has the lowest place, whatever became of it.
+  // All lanes of a warp must call this. Elements beyond the end have the lowest place, whatever their values.
   __device__ void store(int i, int size, const float (&values)[kWidth], const DrawnWords& drawn, bool draws) const {
     uint32_t places[kWidth], found = 0;
 #pragma unroll
@@ -93,10 +93,10 @@ struct RoundedStepKernel {
     if (threadIdx.x == 0 && rounding.draws()) philox = rounding.numbers_of(chunk.tensor);
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
-    const Functor& functor = shared;  // read again for each element, as the pointers are: too many numbers to be held
+    const Functor& functor = shared;  // read again for each element, like the pointers: too many numbers for registers
     const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);
     const bool splits = is_rest(chunk.dtype[kLower]);
-    // What a warp takes is in the tensor as a whole, or its first part is.
+    // The elements of a warp are all in the tensor, or their first part is.
     for (int begin = static_cast<int>(threadIdx.x) / 32 * kMomentBlock; begin < chunk.size; begin += kStride) {
       const int i = begin + static_cast<int>(threadIdx.x) % 32 * kWidth;
       float g[kWidth], p[kWidth], a[kWidth] = {}, b[kWidth] = {};

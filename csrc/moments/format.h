@@ -1,7 +1,7 @@
-// Moments in 8 bits, in blocks of kMomentBlock elements; ampkit/kernels/moments.py says what the format is and how far off it is.
+// Moments in 8 bits, in blocks of kMomentBlock elements; ampkit/kernels/moments.py explains the format and its error.
 //
 // A value is rounded to a float of 8 bits of exponent and kMantissa of mantissa: its place on the grid, a whole number. A block
-// keeps the highest place of its elements, in front of which nothing is needed, and of each element how far below it is: all in
+// stores the highest place of its elements, and for each element its distance below that: all in
 // whole numbers, so that every device and instruction set finds the same bits.
 #pragma once
 
@@ -16,14 +16,14 @@ constexpr int kMantissa = 3, kDropped = 23 - kMantissa;
 constexpr uint32_t kHalfPlace = 1u << (kDropped - 1);
 constexpr uint32_t kInfinitePlace = 0x7f800000u >> kDropped, kNanPlace = 0x7fc00000u >> kDropped;
 
-// Bytes of the codes of so many elements, after which the blocks' places follow.
+// The bytes of the codes of numel elements; the blocks' places follow these.
 AMPKIT_INLINE int64_t code_bytes(int64_t numel) { return (numel + 3) / 4 * 4; }
 AMPKIT_INLINE int64_t packed_bytes(int64_t numel) {
   return code_bytes(numel) + (numel + kMomentBlock - 1) / kMomentBlock * 4;
 }
 
-// What is added before bits are dropped: half of them rounds to nearest, a number drawn from all of them rounds up as often as
-// the value is close to the upper neighbour. A value on the grid stays where it is.
+// Added before bits are dropped: half of their range rounds to nearest; a number drawn from the range rounds up as often as
+// the value is close to the upper neighbour. A value on the grid does not change.
 constexpr uint32_t kDitherMask = (1u << kDropped) - 1;
 AMPKIT_INLINE uint32_t place_dither(uint32_t drawn) { return drawn & kDitherMask; }
 
@@ -34,7 +34,7 @@ AMPKIT_INLINE uint32_t place_of(uint32_t magnitude, uint32_t dither) {
   return magnitude < 0x7f800000u ? finite : other;
 }
 
-// A first moment: a sign, and places of which the lowest of 127 is 2^-15.75 of the highest; what is lower becomes 0.
+// A first moment: a sign, and 127 places, of which the lowest is 2^-15.75 of the highest; lower values become 0.
 struct SignedCode {
   static constexpr bool kSigned = true;
   static constexpr uint32_t kHighest = 127;
@@ -49,7 +49,7 @@ struct SignedCode {
   }
 };
 
-// A second moment, which others are divided by: places of which the lowest of 255 is 2^-31.75 of the highest. What is lower is
+// A second moment, a divisor: 255 places, of which the lowest is 2^-31.75 of the highest. Lower values are
 // raised to it: only zeros become 0.
 struct UnsignedCode {
   static constexpr bool kSigned = false;
@@ -66,13 +66,13 @@ struct UnsignedCode {
   static AMPKIT_INLINE uint32_t decode(uint32_t code, uint32_t base) { return code == 0 ? 0 : (code + base) << kDropped; }
 };
 
-// The place that codes count from, in a block whose highest place this is.
+// The place from which codes count, in a block with this highest place.
 template <class Code>
 AMPKIT_INLINE uint32_t base_of(uint32_t highest) {
   return highest > Code::kHighest ? highest - Code::kHighest : 0;
 }
 
-// bfloat16 by way of a number drawn: the upper neighbour as often as the value is close to it. Finite values stay finite.
+// bfloat16, rounded by a number drawn: the upper neighbour as often as the value is close to it. Finite values stay finite.
 AMPKIT_INLINE uint32_t drawn_bfloat16(uint32_t bits, uint32_t drawn) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t rounded = (magnitude + (drawn & 0xffffu)) >> 16;

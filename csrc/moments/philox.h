@@ -1,4 +1,4 @@
-// Random numbers for rounding: a function of a seed and of where a number is used, so that nothing has to be kept between steps
+// Random numbers for rounding: a function of a seed and of where a number is used, so that no state is kept between steps
 // and every device draws the same (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": Philox4x32-7, the fewest
 // rounds that pass all of BigCrush).
 #pragma once
@@ -9,14 +9,14 @@
 
 namespace ampkit {
 
-constexpr int kDraws = 16;  // numbers that come of one call
+constexpr int kDraws = 16;  // numbers from one call
 constexpr int kRounds = 7;
 
 struct Philox {
   uint32_t seed_low, seed_high;
   uint32_t step, position;  // of the parameter
 
-  // What element i of list `stream` draws is number i % kDraws of call i / kDraws, see number_of.
+  // Element i of list `stream` draws number i % kDraws of call i / kDraws, see number_of.
   AMPKIT_INLINE void operator()(int64_t call, uint32_t stream, uint32_t (&x)[4]) const {
     x[0] = static_cast<uint32_t>(call);
     x[1] = static_cast<uint32_t>(call >> 32) | stream << 24;
@@ -36,9 +36,9 @@ struct Philox {
   }
 };
 
-// Number k of four that one word gives: the word, turned by k bytes. All values are as likely for each of them, so that each rounds
-// right in the mean. Users take the lowest bits: of these 20, the upper 8, which nearly always decide, are other bits of the word
-// for each k, and so independent.
+// Number k of the four from one word: the word, rotated by k bytes. In each of them all values are equally likely, so that each
+// rounds right in the mean. Users take the lowest bits: of these 20, the upper 8, which nearly always decide, are different bits of
+// the word for each k, and so independent.
 AMPKIT_INLINE uint32_t number_of(uint32_t word, int k) { return k == 0 ? word : word << (8 * k) | word >> (32 - 8 * k); }
 
 }  // namespace ampkit

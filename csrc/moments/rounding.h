@@ -1,4 +1,4 @@
-// How the steps of optimizers round what they write where they do not round to nearest.
+// The rounding of optimizer steps that do not round to nearest.
 #pragma once
 
 #include "functors/number.h"
@@ -6,14 +6,14 @@
 
 namespace ampkit {
 
-// What is drawn for an element: one number for its moments, of which each is right in the mean, and one for itself.
+// The numbers drawn for an element: one for its moments, each of which is right in the mean, and one for itself.
 constexpr uint32_t kMoments = 0, kParam = 1;
 
 struct Rounding {
   const float* positions;  // of each parameter among all of the optimizer's; nullptr: everything is rounded to nearest
   Number step;
   uint64_t seed;
-  bool params;  // whether these are rounded by numbers drawn, as the moments are
+  bool params;  // whether parameters are rounded by numbers drawn, like the moments
 
   AMPKIT_INLINE bool draws() const { return positions != nullptr; }
   AMPKIT_INLINE Philox numbers_of(int64_t tensor) const {

@@ -1,6 +1,6 @@
 """The state that scripts read and write, ``amp._amp_state``, and functions that read it.
 
-Every attribute exists from the import of ``apex.amp`` on. ``opt_properties``, ``handle`` and ``loss_scalers`` are those of the
+Every attribute exists from the import of ``apex.amp`` on. ``opt_properties``, ``handle`` and ``loss_scalers`` belong to the
 newest ``amp.initialize``, as in Apex; they read and write the state of its session.
 """
 

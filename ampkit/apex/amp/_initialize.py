@@ -1,6 +1,6 @@
 """``apex.amp._initialize``: opens a session of the core for the options of an ``amp.initialize``.
 
-It translates the options, fills ``_amp_state``, and puts on the optimizers what scripts expect to find there.
+It translates the options, fills ``_amp_state``, and sets the attributes of optimizers that scripts expect.
 """
 
 from __future__ import annotations

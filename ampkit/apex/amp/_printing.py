@@ -1,7 +1,7 @@
 """A handler that prints the core's log lines while the drop-in is in use, since Apex printed its lines to standard output.
 
-It prints on every rank, as Apex did overflows; nothing below ``_amp_state.verbosity`` 1, except that warnings then go to standard
-error. The core's own banner is kept silent, since the drop-in prints Apex's.
+It prints on every rank, as Apex printed overflows. Below ``_amp_state.verbosity`` 1 it prints only warnings, to standard
+error. The core's own banner is not printed, since the drop-in prints Apex's.
 """
 
 from __future__ import annotations

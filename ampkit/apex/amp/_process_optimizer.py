@@ -167,7 +167,7 @@ def _not(wanted: Callable[[Slot], bool]) -> Callable[[Slot], bool]:
 
 
 _PARAM, _STASH = attrgetter("param"), attrgetter("stash")
-#: The lists of a stash by name: which slots, the value of each (None: the master), and if by groups. With masters, without.
+#: The lists of a stash by name: a test of slots, the value of each slot (None: the master), and whether by groups.
 _WITH_MASTERS = {
     "fp16_groups": (_has_master, _PARAM, True),
     "fp32_from_fp16_groups": (_has_master, None, True),

@@ -1,4 +1,4 @@
-"""``apex.amp.rnn_compat``: the core's tables cast recurrent layers, and torch is left with the functions it has."""
+"""``apex.amp.rnn_compat``: the core's tables cast recurrent layers, so nothing is patched here."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """``apex.amp.wrap``: casts around single functions, until the casts of the handle end.
 
-In Apex each of these wrote a wrapper of its own; here each names the rule, and the engine of the core wraps.
+In Apex each function wrote a wrapper of its own; here each names the rule, and the core's engine wraps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``amp_C``: Apex's multi-tensor functions, with its argument lists, over ``ampkit.kernels``.
 
 Every function takes a chunk size (which chose the launch, and is ignored), an int32 no-op flag of one element, and lists
-of tensors, on any device. A function that checks sets the flag to 1 and never back; functions that heed the flag return
-at once when it is 1. Lists that do not fit together are a RuntimeError.
+of tensors, on any device. A function that checks sets the flag to 1 and never clears it; functions that read the flag
+return at once if it is 1. Lists that do not fit together raise a RuntimeError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The multi-tensor steps of Apex's rarer optimizers, Adagrad, LAMB and NovoGrad, and their norms.
 
-They are built as those of SGD and Adam in ampkit/kernels/reference_optimizers.py, which explains steps: a definition in plain
-torch, and a kernel where there is one.
+They are built like SGD's and Adam's in ampkit/kernels/reference_optimizers.py, which explains steps: a definition in plain
+torch, and a kernel if there is one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``apex.normalization.fused_layer_norm``: layer norm and RMS norm over torch's kernels.
 
-The plain forms return the input's dtype, the mixed ones the parameters', whatever the two are; inside
-``torch.autocast`` the input counts as being in autocast's dtype. Statistics are float32 at least. Input and parameters
-of different dtypes meet in the wider one, so that half-precision activations and float32 weights (O1) go together.
+The plain forms return the input's dtype, the mixed ones the parameters', whatever the two are. Inside
+``torch.autocast`` the input counts as autocast's dtype. Statistics are at least float32. If input and parameters have
+different dtypes, the wider one is used, so that half-precision activations and float32 weights (O1) go together.
 ``memory_efficient`` is accepted everywhere: it changed what Apex's kernels kept for the backward pass, not their results.
 """
 

@@ -1,4 +1,4 @@
-"""Apex's layout of an optimizer's state, where it is not torch's; and norms of gradients, which its rarer optimizers use."""
+"""Apex's layout of an optimizer's state, where it differs from torch's; norms of gradients, which its rarer optimizers use."""
 
 from __future__ import annotations
 

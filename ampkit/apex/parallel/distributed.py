@@ -1,7 +1,7 @@
 """``apex.parallel.distributed``: DistributedDataParallel and Reducer with Apex's arguments.
 
 gradient_sync.py reduces gradients: Apex's wrapper reduced after every backward pass, and torch's does so
-once for each forward pass. It is a subclass of torch's, for code that checks the type, `ampkit.initialize` among it.
+once for each forward pass. The class derives from torch's, for code that checks the type, such as `ampkit.initialize`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The averaging of gradients over processes after every backward pass, however many run and whichever parameters they reach.
 
 torch's DistributedDataParallel reduces once for each forward pass, and waits for every parameter. `GradientSync` hooks
-the parameters instead: two losses may go back through one forward pass, and a pass may leave parameters out, on some ranks
-only, too. Buckets are reduced while the backward pass still runs, or all at its end. DistributedDataParallel
+the parameters instead: two losses may go back through one forward pass, and a pass may leave parameters out, even on some
+ranks only. Buckets are reduced while the backward pass still runs, or all at its end. DistributedDataParallel
 (distributed.py) is a module around it.
 """
 

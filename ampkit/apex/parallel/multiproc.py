@@ -1,7 +1,7 @@
 """``python -m apex.parallel.multiproc script.py args...``: one process for each GPU, with ``--world-size N --rank i``.
 
 Output of all ranks but the first goes to ``GPU_<rank>.log``. Scripts run under the drop-in, as by ``python -m ampkit run``.
-New scripts are better served by torchrun. Without a GPU, ``--world-size`` among the arguments says how many processes.
+Use torchrun for new scripts. Without a GPU, ``--world-size`` among the arguments gives the number of processes.
 """
 
 from __future__ import annotations

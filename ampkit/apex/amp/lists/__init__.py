@@ -1,7 +1,7 @@
 """``apex.amp.lists``: which functions O1 casts, as lists that a script may edit before ``amp.initialize``.
 
 The lists come from the tables of the core (`ampkit.policy.tables`). `rules_changed_by_the_script` returns a script's
-changes since, as rules for the engine.
+changes as rules for the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``apex.fp16_utils.fp16_optimizer``: master weights and a loss scale around one optimizer, without ``initialize``.
 
-`FP16_Optimizer` is what scripts from before amp use: the model is float16 already, the wrapper makes the masters at once
+Scripts from before amp use `FP16_Optimizer`: the model is float16 already, the wrapper makes the masters at once
 and takes over ``backward``. Its checkpoints hold tensors and plain values only, and load under ``weights_only=True``.
 """
 

@@ -1,4 +1,4 @@
-"""``apex.contrib.optimizers.FP16_Optimizer``: that of ``apex.optimizers``, with a float32 master for each parameter."""
+"""``apex.contrib.optimizers.FP16_Optimizer``: as in ``apex.optimizers``, but with a float32 master for each parameter."""
 
 from __future__ import annotations
 
