@@ -1,4 +1,4 @@
-"""What all tests share: the devices at hand, and random numbers that are the same each time."""
+"""The set-up of all tests: the devices at hand, and random numbers that are the same each time."""
 
 import gc
 import os
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What every test would pay for: the collector walks all that is alive."""
+    """Run the garbage collector less often: it walks all live objects, a cost that every test would pay."""
     gc.set_threshold(50_000, 20, 20)
 
 

@@ -126,11 +126,11 @@ def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.T
     resumed = Run(args)
     resumed.load(args.save)
     assert resumed.train(images, labels, args.iters) == losses
-    found = flat(resumed.state())
+    actual = flat(resumed.state())
     ampkit.close()
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        same = torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name]
+        same = torch.equal(value, actual[name]) if isinstance(value, torch.Tensor) else value == actual[name]
         assert same, f"{name} differs after resuming"
     print(
         f"{args.opt_level}: {len(losses)} iterations after resuming, {len(expected)} entries of model, optimizer and loss scale: "

@@ -80,17 +80,17 @@ def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) 
 
 def check_same_on_all_ranks(state: dict[str, Any] | None) -> None:
     """Refuse to continue from different iterations, as where ``--resume auto`` finds the folder on some machines only."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, None if state is None else state["iteration"])
-    if len(set(found)) > 1:
+    iterations: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(iterations, None if state is None else state["iteration"])
+    if len(set(iterations)) > 1:
         raise CheckpointError(
-            f"found checkpoints of iterations {found}, by rank; expected the same one on all. Put --checkpoint-dir on a file"
+            f"found checkpoints of iterations {iterations}, by rank; expected the same one on all. Put --checkpoint-dir on a file"
             " system that all machines share."
         )
 
 
 def whole(state: Any) -> Any:
-    """The same with every sharded tensor put together, on the CPU. All ranks must call it."""
+    """Return the state with every sharded tensor put together, on the CPU. All ranks must call it."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     return state.full_tensor().cpu() if isinstance(state, DTensor) else state
@@ -124,13 +124,13 @@ def _parted_like(template: torch.Tensor | None, value: Any) -> Any:
 
 def collect_rng_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
     """The state of each rank's random number generators, by rank. All ranks must call it."""
-    mine = {"cpu": torch.get_rng_state()}
+    rank_state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        mine["cuda"] = torch.cuda.get_rng_state(device)
+        rank_state["cuda"] = torch.cuda.get_rng_state(device)
     if not dist.is_initialized():
-        return [mine]
+        return [rank_state]
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, mine)
+    dist.all_gather_object(states, rank_state)
     return states
 
 

@@ -161,5 +161,5 @@ def _hand_over(
 
 
 def mix_seeds(*parts: int) -> int:
-    """One well-mixed 64-bit seed from several small numbers."""
+    """Mix several small numbers into one 64-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Run:
-    """What training works on, and how far it has come."""
+    """The objects that training works on, and how far it has come."""
 
     args: argparse.Namespace
     device: torch.device
@@ -324,12 +324,12 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
 
         # Reading a number waits for the device, so without a metrics file it is done now and then only.
         if args.metrics or done % args.print_freq == 0:
-            found = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
+            averages = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
             now = time.perf_counter()
             images_per_s, clock = order.global_batch * done / (now - clock), now
             state, done = run.state(), 0
-            run.rows.write(phase="train", images_per_s=images_per_s, **found._asdict(), **state)
-            numbers = f"{describe(found)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
+            run.rows.write(phase="train", images_per_s=images_per_s, **averages._asdict(), **state)
+            numbers = f"{describe(averages)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
             bar.set_postfix_str(numbers, refresh=False)
         if args.save_freq and run.iteration % args.save_freq == 0 and run.iteration < min(last, (epoch + 1) * steps):
             save(run, is_best=False)
@@ -349,7 +349,7 @@ def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> 
 
 
 def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step on one batch, in ``--accumulate`` parts; (logits, loss) of the batch."""
+    """Take one step on one batch, in ``--accumulate`` parts; returns (logits, loss) of the batch."""
     parts = list(zip(images.chunk(run.args.accumulate), target.chunk(run.args.accumulate)))
     logits, losses = [], []
     run.optimizer.zero_grad()

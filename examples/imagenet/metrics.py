@@ -1,4 +1,4 @@
-"""What a run reports: averages over all ranks' samples, rows of a JSON lines file, peak memory, a profiler trace."""
+"""Reports of a run: averages over all ranks' samples, rows of a JSON lines file, peak memory, a profiler trace."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """One JSON object per line, each with every key of `ROW`. Without a path, a file that is never written.
+    """A file of one JSON object per line, each with every key of `ROW`. Without a path, nothing is written.
 
     ``drop_after`` takes out the rows of later iterations than this one: a run that was killed had got that far, and they will
     be written again.

@@ -50,7 +50,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dtypes_of(model: nn.Module, points: torch.Tensor) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """By layer, the dtypes of its variables and of what it computes: Keras' ``variable_dtype``, and its ``compute_dtype``."""
+    """The dtypes of each layer's variables and of what it computes: Keras' ``variable_dtype`` and ``compute_dtype``."""
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     handles = [
         layer.register_forward_hook(

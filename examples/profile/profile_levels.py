@@ -51,16 +51,16 @@ def record(setting: dict[str, Any], batch: int, size: int, steps: int, trace: Pa
 
     step()  # first-time work
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ON_CUDA else [])
-    found = []
+    steps_rows = []
     for _ in range(steps):
         with profile(activities=activities, record_shapes=True) as profiler:
             step()
             if ON_CUDA:
                 torch.cuda.synchronize()
         profiler.export_chrome_trace(str(trace))
-        found.append(summarise(json.loads(trace.read_text())["traceEvents"]))
+        steps_rows.append(summarise(json.loads(trace.read_text())["traceEvents"]))
     ampkit.close()
-    return medians(found)
+    return medians(steps_rows)
 
 
 def medians(steps: Sequence[Rows]) -> Rows:
@@ -80,16 +80,16 @@ def summarise(events: Sequence[dict[str, Any]]) -> Rows:
     if kernels:
         launched = {operator["args"].get("External id"): operator for operator in operators}
         pairs = [(launched.get(kernel["args"].get("External id")), kernel) for kernel in kernels]
-        found = [
+        timed = [
             (f"{short(operator['name'])}: {short(kernel['name'])}", operator, kernel["dur"])
             for operator, kernel in pairs
             if operator is not None
         ]
     else:
-        own = own_times(operators)
-        found = [(short(operators[index]["name"]), operators[index], own[index]) for index in own]
+        self_times = own_times(operators)
+        timed = [(short(operators[index]["name"]), operators[index], self_times[index]) for index in self_times]
     rows: dict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for name, operator, microseconds in found:
+    for name, operator, microseconds in timed:
         calls, milliseconds = rows[name, dtype_of(operator)]
         rows[name, dtype_of(operator)] = calls + 1, milliseconds + microseconds / 1000
     return dict(rows)
@@ -101,18 +101,18 @@ def short(name: str) -> str:
 
 
 def own_times(operators: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """The time of each without that of the operators that it calls."""
-    own = {index: operator["dur"] for index, operator in enumerate(operators)}
+    """The time of each operator without that of the operators that it calls."""
+    self_times = {index: operator["dur"] for index, operator in enumerate(operators)}
     open_ones: dict[Any, list[int]] = defaultdict(list)  # by thread, the innermost last
-    for index in sorted(own, key=lambda index: (operators[index]["ts"], -operators[index]["dur"])):
+    for index in sorted(self_times, key=lambda index: (operators[index]["ts"], -operators[index]["dur"])):
         operator = operators[index]
         above = open_ones[operator["tid"]]
         while above and operators[above[-1]]["ts"] + operators[above[-1]]["dur"] <= operator["ts"]:
             above.pop()
         if above:
-            own[above[-1]] -= operator["dur"]
+            self_times[above[-1]] -= operator["dur"]
         above.append(index)
-    return own
+    return self_times
 
 
 def dtype_of(operator: dict[str, Any]) -> str:

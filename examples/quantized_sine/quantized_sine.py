@@ -133,11 +133,11 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._alive:
+            if storage._cdata not in inputs and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))

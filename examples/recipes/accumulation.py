@@ -22,7 +22,7 @@ def build():
 
 
 def changes(model):
-    """What a step of SGD with a rate of 1 has changed: the sum of the gradients."""
+    """The changes by a step of SGD with a rate of 1: the sum of the gradients."""
     before = build()[0].state_dict()
     return torch.cat([(before[name] - value).flatten() for name, value in model.state_dict().items()])
 

@@ -1,4 +1,4 @@
-"""How the drop-in is found, and whom it makes room for."""
+"""Imports of the drop-in: how it is found, and for which packages it makes room."""
 
 import importlib
 import importlib.metadata

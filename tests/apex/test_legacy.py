@@ -28,12 +28,12 @@ ROWS = [(module, name) for module, names in NAMES.items() for name in names.spli
 
 @pytest.mark.parametrize("module, name", ROWS)
 def test_names_in_pickles_are_those_of_before(module, name):
-    ours = getattr(importlib.import_module(f"ampkit.apex.{module}"), name)
-    assert pickle.dumps(ours, 0).startswith(f"campkit.apex.{module}\n{name}\n".encode())
+    current = getattr(importlib.import_module(f"ampkit.apex.{module}"), name)
+    assert pickle.dumps(current, 0).startswith(f"campkit.apex.{module}\n{name}\n".encode())
     ampkit.apex.install()
     theirs = module if module in ("amp_C", "apex_C", "fused_adam_cuda") else f"apex.{module}"
     for of_the_time in (f"ampkit.apex.{module}", theirs):
-        assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is ours
+        assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is current
 
 
 # What pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.

@@ -1,4 +1,4 @@
-"""What scripts read, write and call inside ``apex.amp``, and what it prints."""
+"""Attributes and functions inside ``apex.amp`` that scripts read, write and call, and what it prints."""
 
 import inspect
 
@@ -398,7 +398,7 @@ def test_loss_scalers_that_a_script_puts_into_the_list_are_used(amp):
 
 
 class AsksOthers:
-    """What scripts of several processes do to a loss scaler; here the other process has an overflow in the second iteration."""
+    """A loss scaler as scripts of several processes change it; here the other process has an overflow in the second iteration."""
 
     def unscale(self, *args, **kwargs):
         super().unscale(*args, **kwargs)
@@ -435,13 +435,13 @@ def test_an_update_scale_of_the_scripts_is_called_by_scale_loss(amp, make, monke
 
     model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
     amp._amp_state.loss_scalers[0]._loss_scale = 64.0
-    others = iter([False, True, False])
+    other_overflows = iter([False, True, False])
 
     def update_scale(self):
-        """Mixtures of experts have this one: an overflow on any process is one on all."""
+        """Update as scripts of mixtures of experts do: an overflow on any process is one on all."""
         if not self._has_overflow:
             self._has_overflow = self._overflow_buf.item()
-        skips = bool(self._has_overflow) or next(others)
+        skips = bool(self._has_overflow) or next(other_overflows)
         self._loss_scale = self._loss_scale / 4.0 if skips else self._loss_scale
         self._unskipped = 0 if skips else self._unskipped + 1
         return skips
@@ -503,7 +503,7 @@ def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
 def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, make):
     """Copies of NVIDIA's BERT misspell the line that gives the old buffer back: from then on ``_overflow_buf`` is their own."""
     model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
-    scaler, own = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
+    scaler, script_buffer = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
     scaler._loss_scale = 16.0
     judged = []
     for by_block, by_script in ((0, 1), (0, 1), (0, 0), (1, 1), (1, 0), (0, 0)):
@@ -511,9 +511,9 @@ def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, m
         loss = model(torch.ones(2, 4)).float().pow(2).mean() * factor
         with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
             scaled.backward()
-        own.fill_(by_script)
+        script_buffer.fill_(by_script)
         old = scaler._overflow_buf
-        scaler._overflow_buf = own
+        scaler._overflow_buf = script_buffer
         judged.append(scaler.update_scale())
         scaler._overfloat_buf = old
         optimizer.zero_grad()
@@ -533,12 +533,12 @@ def test_the_overflow_buffer_holds_what_was_found(amp):
     scaler.unscale([torch.full((2,), float("nan"))], [torch.zeros(2)])
     assert scaler._overflow_buf.tolist() == [1] and scaler._overflow_buf.dtype is torch.int32
     # The buffer of a script's own is written and cleared like the one that it replaces.
-    scaler._overflow_buf = own = torch.zeros(1, dtype=torch.int32)
-    assert scaler.update_scale() is False and scaler._overflow_buf is own
-    own.fill_(1)
-    assert scaler.update_scale() is True and scaler._overflow_buf is own
+    scaler._overflow_buf = script_buffer = torch.zeros(1, dtype=torch.int32)
+    assert scaler.update_scale() is False and scaler._overflow_buf is script_buffer
+    script_buffer.fill_(1)
+    assert scaler.update_scale() is True and scaler._overflow_buf is script_buffer
     iterate_with(amp, model, optimizer)
-    assert own.tolist() == [0]
+    assert script_buffer.tolist() == [0]
 
 
 def test_options_that_a_script_puts_in_place_of_initialize_switch_amp_off(amp):

@@ -32,7 +32,7 @@ def script(run):
 
 
 class NoAmp:
-    """What a script has in place of ``apex.amp`` where amp was taken out of it."""
+    """A stand-in for ``apex.amp`` in a script that amp was taken out of."""
 
     def initialize(self, models, optimizers=None, **settings):
         return models if optimizers is None else (models, optimizers)

@@ -98,14 +98,14 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
                 if overflow is not None and overflow[:2] == (iteration, index):
                     getattr(run.models[index], overflow[2]).grad[0] = float("inf")
         if overflow is None or iteration != overflow[0]:
-            found = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
-            for gradient, reference in zip(found, expected[clean]):
+            actual = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
+            for gradient, reference in zip(actual, expected[clean]):
                 assert torch.equal(gradient.float(), reference)
             clean += 1
         for optimizer in run.optimizers:
             optimizer.step()
-    for found, reference in zip(weights_of(run.models), weights_of(plain.models)):
-        assert torch.equal(found, reference)
+    for actual, reference in zip(weights_of(run.models), weights_of(plain.models)):
+        assert torch.equal(actual, reference)
     masters = [param for optimizer in run.optimizers for param in amp.master_params(optimizer)]
     for param, master in zip((p for model in run.models for p in model.parameters()), masters):
         assert torch.equal(param, master.to(param.dtype))

@@ -105,7 +105,7 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
 
 
 def test_small_matrices_are_named_where_o5_takes_what_o1_takes(check):
-    """Of 72 * 64 + 64 + 64 * 8 + 8 elements the 4,608 of one matrix have gradients of 2 bytes: 89%."""
+    """The 4,608 elements of one matrix, of 72 * 64 + 64 + 64 * 8 + 8, have gradients of 2 bytes: 89%."""
     _, lines = check("""
 model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8))
 optimizer = torch.optim.Adam(model.bfloat16().parameters())
@@ -206,7 +206,7 @@ def test_what_clips_or_measures_scaled_gradients_is_told(check, clip, name):
     "begin", ["", 'import ampkit; ampkit.initialize(model, optimizer, opt_level="O0", verbosity=0)']
 )
 def test_casts_of_the_scripts_own_are_told(check, begin):
-    """Where neither a level nor torch.autocast casts."""
+    """A script casts by itself, where neither a level nor torch.autocast does."""
     own = "F.linear(model.embedding(tokens).half(), model.head.weight.half()).float().mean()"
     code, lines = check(f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{begin}\n" + OWN.format(loss=own))
     uses = "ampkit at O0" if begin else "float32"
@@ -540,7 +540,7 @@ NORMED = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", NORMED)
 def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
-    layer, norm, given, names = NORMED[case]
+    layer, norm, arguments, names = NORMED[case]
     _, lines = check(f"""
 import torch.nn.functional as F
 torch.manual_seed(0)
@@ -548,7 +548,7 @@ net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dty
 optimizer = torch.optim.SGD(net.parameters(), 1e-4)
 for _ in range(3):
     optimizer.zero_grad()
-    out = net({given}).float()
+    out = net({arguments}).float()
     (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum().backward()
     optimizer.step()
 """)
@@ -598,7 +598,7 @@ def test_a_script_that_takes_no_step_is_told_its_dtype(check, line):
 
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
 def test_frozen_weights_have_neither_gradients_nor_moments(check, dtype, width):
-    """Of 16 * 16 elements each, one layer is frozen: its weights alone count beside weight, gradient and two moments of 4 bytes."""
+    """A frozen layer counts by its weights alone, a trained one by weight, gradient and two moments of 4 bytes; each is 16 * 16."""
     _, lines = check(f"""
 net = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False).to(torch.{dtype}), nn.Linear(16, 16, bias=False))
 optimizer = torch.optim.AdamW(net.parameters())

@@ -54,7 +54,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def digits(example, tmp_path_factory):
-    """All the digits, and a folder of links to a few: 3 batches of 16 in train/, 12 images in val/."""
+    """The folder of all digits, and a folder of links to a few: 3 batches of 16 in train/, 12 images in val/."""
     whole, few = tmp_path_factory.mktemp("digits"), tmp_path_factory.mktemp("few")
     example["make_digits"].make_digits(whole)
     for split, per_class, classes in (("train", 12, 4), ("val", 3, 4)):
@@ -92,21 +92,21 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same(found, expected, where="checkpoint"):
-    """Equal to the last bit, through dicts and lists."""
-    assert type(found) is type(expected), where
+def assert_same(actual, expected, where="checkpoint"):
+    """Assert equality to the last bit, through dicts and lists."""
+    assert type(actual) is type(expected), where
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected), where
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
+            assert_same(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for index, pair in enumerate(zip(found, expected)):
+        assert len(actual) == len(expected), where
+        for index, pair in enumerate(zip(actual, expected)):
             assert_same(*pair, f"{where}[{index}]")
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 def test_assert_same_notices_a_changed_bit():

@@ -53,7 +53,7 @@ def run_and_check(path, capsys, monkeypatch, in_float16):
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.stem not in GPUS], ids=lambda path: path.stem)
 def test_a_recipe_holds_in_float16_as_on_a_gpu(path, capsys, monkeypatch):
-    """Where the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
+    """On a GPU the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "float16")
     run_and_check(path, capsys, monkeypatch, in_float16=True)
 

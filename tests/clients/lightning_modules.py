@@ -1,4 +1,4 @@
-"""What test_lightning.py trains. Lightning takes seconds to import: this is imported by the first test that needs it."""
+"""Modules that test_lightning.py trains. Lightning takes seconds to import: the first test that needs this file imports it."""
 
 import math
 

@@ -57,7 +57,7 @@ def test_clipping_by_value_is_done_in_float32():
 
 
 def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks, monkeypatch):
-    """What it asks of models and sessions, in the order in which Lightning calls it, with a stand-in for its base class."""
+    """The plugin's uses of models and sessions, in the order of Lightning's calls, with a stand-in for its base class."""
 
     class Net(torch.nn.Module):
         def __init__(self):

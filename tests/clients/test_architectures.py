@@ -178,15 +178,15 @@ def pairs(generator):
 
 
 def boxes(generator):
-    """One of four small pictures, on one of the squares of a larger one."""
+    """Draw one of four small pictures on one of the squares of a larger picture."""
     labels = torch.randint(0, 4, (8,), generator=generator)
     places = 8 * torch.randint(0, 4, (8, 2), generator=generator)
-    values, found = 0.1 * torch.randn(8, 3, 32, 32, generator=generator), []
+    values, targets = 0.1 * torch.randn(8, 3, 32, 32, generator=generator), []
     for image, label, (row, column) in zip(values, labels, places.tolist()):
         image[:, row : row + 8, column : column + 8] += pictures(4, 8)[label]
         box = torch.tensor([[column + 4, row + 4, 8, 8]]) / 32
-        found.append(dict(class_labels=label[None], boxes=box))
-    return dict(pixel_values=values, labels=found)
+        targets.append(dict(class_labels=label[None], boxes=box))
+    return dict(pixel_values=values, labels=targets)
 
 
 class Architecture(NamedTuple):
@@ -298,7 +298,7 @@ def generated(way, row, batch, tokens=4):
     model = make(row).eval()
     initialize(way, model)
     with region(way):
-        found = model.generate(
+        output = model.generate(
             **batch,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
@@ -307,7 +307,7 @@ def generated(way, row, batch, tokens=4):
             return_dict_in_generate=True,
         )
     ampkit.close()
-    return found.sequences, torch.stack(found.logits, 1)
+    return output.sequences, torch.stack(output.logits, 1)
 
 
 @pytest.mark.parametrize("architecture", others_slow("Llama", "T5", "Whisper", of=GENERATING))
@@ -323,18 +323,18 @@ def test_generates_as_close_to_float32_as_under_autocast(architecture, level):
     sequences, logits = generated("float32", row, batch)
 
     def distances(way):
-        found_sequences, found = generated(way, row, batch)
-        assert found_sequences.shape == sequences.shape
-        assert found.dtype is torch.float32
-        tokens = found.shape[1]
-        parted = (found_sequences != sequences)[:, -tokens:].cummax(1).values[:, :-1]
-        same = torch.cat([torch.ones(len(found), 1, dtype=torch.bool), ~parted], 1)
+        level_sequences, level_logits = generated(way, row, batch)
+        assert level_sequences.shape == sequences.shape
+        assert level_logits.dtype is torch.float32
+        tokens = level_logits.shape[1]
+        parted = (level_sequences != sequences)[:, -tokens:].cummax(1).values[:, :-1]
+        same = torch.cat([torch.ones(len(level_logits), 1, dtype=torch.bool), ~parted], 1)
         return [
-            ((found[same[:, i], i] - logits[same[:, i], i]).norm() / logits[same[:, i], i].norm()).item()
+            ((level_logits[same[:, i], i] - logits[same[:, i], i]).norm() / logits[same[:, i], i].norm()).item()
             for i in range(tokens)
             if same[:, i].any()
         ]
 
-    found, of_autocast = distances(level), distances("autocast")
-    assert 1e-5 < found[0]
-    assert max(found) <= max(0.02, 1.5 * max(of_autocast))
+    of_level, of_autocast = distances(level), distances("autocast")
+    assert 1e-5 < of_level[0]
+    assert max(of_level) <= max(0.02, 1.5 * max(of_autocast))

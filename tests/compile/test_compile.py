@@ -104,7 +104,7 @@ def initialized(make, level, **settings):
 
 
 def step_of_forward(forward, optimizer, inputs, targets):
-    """One training step; the output and the loss."""
+    """Take a training step; returns the output and the loss."""
     optimizer.zero_grad()
     outputs = forward(inputs)
     loss = F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
@@ -225,7 +225,7 @@ def test_weights_are_cast_inside_the_graph_but_at_o2(level):
 
 
 def script_of_an_ordinary_training(forward, model, optimizer, inputs, targets, level):
-    """What may happen between two calls in a training loop."""
+    """Train with the events that may happen between two calls in a training loop."""
     for _ in range(3):
         step_of_forward(forward, optimizer, inputs, targets)
     model.eval()
@@ -294,14 +294,14 @@ HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function
 
 
 @pytest.mark.parametrize(
-    ("compiled", "given", "level"),
+    ("compiled", "passed", "level"),
     [
         *((how, "the model", level) for how in HOW for level in ("O1", "O2")),
         *((compiled_module, "what is compiled", level) for level in LEVELS),
     ],
 )
 @pytest.mark.parametrize("called_before", others_slow(True, of=[False, True]))
-def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled, given, level):
+def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled, passed, level):
     want = train_eagerly(make_mlp, level)
     torch.manual_seed(0)
     model, inputs, targets = make_mlp()
@@ -310,7 +310,7 @@ def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled
         with torch.no_grad():
             assert forward(inputs).dtype is torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    initialized_one = model if given == "the model" else forward
+    initialized_one = model if passed == "the model" else forward
     returned, _ = ampkit.initialize(initialized_one, optimizer, opt_level=level, verbosity=0)
     assert returned is initialized_one
     dtypes, losses = train_forward(forward, optimizer, inputs, targets)

@@ -42,11 +42,11 @@ def ids(page):
     return str(page.relative_to(ROOT))
 
 
-def assert_as_printed(found, expected):
-    """The same words; numbers within a tenth, since the last digits of a loss depend on the processor."""
-    assert NUMBER.sub("#", found.strip()) == NUMBER.sub("#", expected.strip()), found
-    for mine, theirs in zip(NUMBER.findall(found), NUMBER.findall(expected), strict=True):
-        assert float(mine) == pytest.approx(float(theirs), rel=0.1), (found, expected)
+def assert_as_printed(printed, expected):
+    """Assert the same words, and numbers within a tenth: the last digits of a loss depend on the processor."""
+    assert NUMBER.sub("#", printed.strip()) == NUMBER.sub("#", expected.strip()), printed
+    for mine, theirs in zip(NUMBER.findall(printed), NUMBER.findall(expected), strict=True):
+        assert float(mine) == pytest.approx(float(theirs), rel=0.1), (printed, expected)
 
 
 def is_installed(package):
@@ -56,7 +56,7 @@ def is_installed(package):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=ids)
 def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkeypatch):
-    """As one script, whose lines ampkit quotes."""
+    """Run a page's blocks as one script, whose lines ampkit quotes."""
     monkeypatch.chdir(tmp_path)  # some write checkpoints
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
     monkeypatch.setattr(advice, "computes_slowly_in", lambda dtype: False)  # as on the processor of the pages

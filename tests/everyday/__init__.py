@@ -28,7 +28,7 @@ def script(levels=FLOAT32_WEIGHTS):
 
 
 class Run:
-    """What a script needs of a level: ``fp32``, ``autocast`` or one of ampkit's."""
+    """The interface of a script to a level: ``fp32``, ``autocast`` or one of ampkit's."""
 
     def __init__(self, level):
         self.level, self.is_ours = level, level in ALL
@@ -52,7 +52,7 @@ class Run:
             scaled.backward()
 
     def gradients(self, loss, model, optimizer):
-        """Those of this loss alone, ``p.grad`` as it is."""
+        """Return the gradients of this loss alone, ``p.grad`` as it is."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         return [p.grad for p in model.parameters()]

@@ -301,14 +301,14 @@ def moco_with_a_queue(run):
     queue = F.normalize(noise_of(11)(64, 96), dim=0)
     views = list(two_views(6))
     run.begin([encoder, momentum_encoder], optimizer)
-    for one, other in views:
+    for view, other_view in views:
         with torch.no_grad():
             for mean, p in zip(momentum_encoder.parameters(), encoder.parameters()):
                 mean.data = mean.data * 0.9 + p.data * 0.1
         with run.casts():
-            q = F.normalize(encoder(one).float(), dim=1)
+            q = F.normalize(encoder(view).float(), dim=1)
             with torch.no_grad():
-                k = F.normalize(momentum_encoder(other).float(), dim=1)
+                k = F.normalize(momentum_encoder(other_view).float(), dim=1)
         positive, negative = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue.clone())
         scores = torch.cat([positive, negative], 1) / 0.2
         losses.append(F.cross_entropy(scores, torch.zeros(len(q), dtype=torch.long)))

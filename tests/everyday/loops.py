@@ -129,31 +129,31 @@ def product_of_hessian_and_vector(run):
     run.begin(model)
     params = list(model.parameters())
     vector = [noise_of(29)(*p.shape) for p in params]
-    losses, found = [], []
+    losses, products = [], []
     for _ in range(3):
         losses.append(run.error(model, x, y))
         slopes = torch.autograd.grad(losses[-1], params, create_graph=True)
         inner = sum((slope * v).sum() for slope, v in zip(slopes, vector))
-        found = torch.autograd.grad(inner, params)
-        norm = torch.stack([each.norm() for each in found]).norm()
-        vector = [each / norm for each in found]
-    return {"losses": losses, "gradients": slopes, "products": found}
+        products = torch.autograd.grad(inner, params)
+        norm = torch.stack([each.norm() for each in products]).norm()
+        vector = [each / norm for each in products]
+    return {"losses": losses, "gradients": slopes, "products": products}
 
 
 @script()
 def product_of_hessian_and_vector_by_backward(run):
-    """As `hutchinson` estimates do: backward with a graph, then of the gradients."""
+    """Take products as `hutchinson` estimates do: backward with a graph, then of the gradients."""
     model, _, x, y = regression()
     run.begin(model)
     params = list(model.parameters())
     run.error(model, x, y).backward(create_graph=True)
     slopes = [p.grad for p in params]
     vector = [noise_of(30)(*p.shape).sign() for p in params]
-    found = torch.autograd.grad(slopes, params, grad_outputs=vector)
+    products = torch.autograd.grad(slopes, params, grad_outputs=vector)
     first = flat(slopes)
     for p in params:
         p.grad = None
-    return {"gradients": [first], "products": found}
+    return {"gradients": [first], "products": products}
 
 
 @script()
@@ -240,7 +240,7 @@ def alias_kept_over_a_second_block(run):
 
 
 def penalized(run, backward, where):
-    """One of four micro-batches has a penalty on the weights themselves."""
+    """Add a penalty on the weights themselves to one of four micro-batches."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses = way_of(model), []
     run.begin(model, optimizer)
@@ -284,7 +284,7 @@ def long_accumulation(run):
 
 @script()
 def layer_used_many_times(run):
-    """One layer, 200 times in one graph."""
+    """Use a layer 200 times in one graph."""
     torch.manual_seed(31)
     model = nn.Sequential(nn.Linear(96, 96), nn.Tanh())
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), noise_of(32)(200, 4, 96) + 1
@@ -444,7 +444,7 @@ def function_that_leaves_a_weight_out(run):
 
 @script()
 def hooks_of_accumulators(run):
-    """As distributed optimizers have them."""
+    """Hook the accumulators of gradients, as distributed optimizers do."""
     model, optimizer, x, y = regression(lr=0.05)
     accumulators, losses, way = [], [], way_of(model)
     run.begin(model, optimizer, loss_scale=1.0)

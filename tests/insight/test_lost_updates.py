@@ -135,7 +135,7 @@ def test_steps_that_torchs_grad_scaler_skips_lose_none(fused, all_in_time):
 
 
 def by_trainer(callback, model, optimizer, logged):
-    """As transformers' CallbackHandler calls its callbacks: every event, by name."""
+    """Call the callback as transformers' CallbackHandler does: every event, by name."""
 
     def call(event, **kwargs):
         getattr(callback, event)("args", "state", "control", model=model, optimizer=optimizer, **kwargs)

@@ -73,16 +73,16 @@ def assert_like_float32(model, *inputs, level, tolerance=0.05, **settings):
             dtype = dtype_under_autocast(twin, *inputs) if level == "O5" else F32
             with ampkit.disable_casts():  # of all calls at O1, in a model that is none of the session's
                 expected = first_of(twin(*inputs))
-            found = first_of(model(*inputs))
-        assert found.dtype is dtype or level == "O1"
-        assert not torch.equal(found.float(), expected), "nothing ran in lower precision"
-        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+            actual = first_of(model(*inputs))
+        assert actual.dtype is dtype or level == "O1"
+        assert not torch.equal(actual.float(), expected), "nothing ran in lower precision"
+        torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
         if training:
-            found.float().square().mean().backward()
+            actual.float().square().mean().backward()
             expected.square().mean().backward()
     gradients = [(p.grad.float(), q.grad) for p, q in zip(model.parameters(), twin.parameters()) if q.grad is not None]
-    found, expected = (torch.cat([pair[i].flatten() for pair in gradients]) for i in (0, 1))
-    assert (found - expected).norm() <= 2 * tolerance * expected.norm()
+    actual, expected = (torch.cat([pair[i].flatten() for pair in gradients]) for i in (0, 1))
+    assert (actual - expected).norm() <= 2 * tolerance * expected.norm()
 
 
 # What stays float32
@@ -450,11 +450,11 @@ def test_packed_sequence_goes_through_an_lstm(level):
     lstm = nn.LSTM(1, 2, batch_first=True)
     packed = CONTAINERS["PackedSequence"]
     plain, _ = lstm(packed)
-    found, (hidden, cell) = cast(lstm, level)(packed)
+    output, (hidden, cell) = cast(lstm, level)(packed)
     outputs = BF16 if level == "O5" else F32
-    assert isinstance(found, PackedSequence) and found.data.dtype is hidden.dtype is cell.dtype is outputs
-    torch.testing.assert_close(found.data.float(), plain.data, atol=0.02, rtol=0)
-    assert torch.equal(found.batch_sizes, plain.batch_sizes)
+    assert isinstance(output, PackedSequence) and output.data.dtype is hidden.dtype is cell.dtype is outputs
+    torch.testing.assert_close(output.data.float(), plain.data, atol=0.02, rtol=0)
+    assert torch.equal(output.batch_sizes, plain.batch_sizes)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

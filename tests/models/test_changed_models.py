@@ -40,13 +40,13 @@ def train_in_float32(model, optimizer, times=3):
 
 def assert_close_to(model, twin):
     """The float32 values, and the outputs, of a model at O2 against the same one in float32, after the same steps."""
-    found, wanted = model.state_dict(), twin.state_dict()
-    assert found.keys() == wanted.keys()
+    values, wanted = model.state_dict(), twin.state_dict()
+    assert values.keys() == wanted.keys()
     for name, value in wanted.items():
         made_since = name.endswith("_mask")  # of ones_like(weight), by torch.nn.utils.prune
-        assert made_since or found[name].dtype is value.dtype, name
+        assert made_since or values[name].dtype is value.dtype, name
         torch.testing.assert_close(
-            found[name].float(), value, atol=0.01, rtol=0.02, msg=lambda text, name=name: f"{name}: {text}"
+            values[name].float(), value, atol=0.01, rtol=0.02, msg=lambda text, name=name: f"{name}: {text}"
         )
     torch.testing.assert_close(model(X).float(), twin(X), atol=0.02, rtol=0.02)
 
@@ -234,7 +234,7 @@ def test_model_that_is_parametrized_itself():
 
 
 def resized(model, rows=5):
-    """As transformers' resize_token_embeddings does: the same parameter, with other data."""
+    """Resize as transformers' resize_token_embeddings does: the same parameter, with other data."""
     old = model[0]
     fresh = nn.Embedding(rows, old.embedding_dim, dtype=old.weight.dtype)
     with torch.no_grad():
@@ -517,7 +517,7 @@ def test_averaged_models_defaults_average_the_float32_values(settings):
     "dtype, exact", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)], ids=str
 )
 def test_an_average_kept_by_hand_takes_float32_values(dtype, exact):
-    """Of float32 averages; float64 ones are refused by torch, as in float32, and bfloat16 ones are rounded, as in bfloat16."""
+    """Float32 averages are exact; torch refuses float64 ones, as in float32, and rounds bfloat16 ones, as in bfloat16."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
     averages = [param.detach().to(dtype, copy=True) for param in (model[0].weight,)]
@@ -609,7 +609,7 @@ def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused
 
 
 def test_float32_values_in_the_places_of_all_parameters_are_taken():
-    """What bfloat16 holds exactly, as zeros, is no model that was made float32."""
+    """Values that bfloat16 holds exactly, as zeros, are no sign that the model was made float32."""
     model = o2(nn.Linear(2, 2))
     for param in model.parameters():
         param.data = torch.zeros(param.shape)

@@ -285,7 +285,7 @@ def test_pair_of_copies_goes_on_as_the_closed_pair_does(copied, kind):
 
 
 class Tied(nn.Module):
-    """One weight at both ends."""
+    """A model with the same weight at both ends."""
 
     def __init__(self):
         super().__init__()

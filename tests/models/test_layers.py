@@ -1,4 +1,4 @@
-"""What a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
+"""Tensors that a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
 
 torch's layers refuse such a mixture; here their calls are cast. Results are compared with the same module in float64.
 """
@@ -66,11 +66,11 @@ def test_layer_takes_what_the_model_made_in_float32(kind, level):
     wanted.square().sum().backward()
     settings = {} if level == "O5" else {"cast_model_type": LOW}
     model = ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
-    found = model()
-    found.square().sum().backward()
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
-    found, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    actual = model()
+    actual.square().sum().backward()
+    assert (actual - wanted).norm() < 0.02 * wanted.norm()
+    actual, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
+    assert (actual - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", ["linear", "GRU cell", "weight norm"])
@@ -140,7 +140,7 @@ def test_functional_call_with_float32_weights_casts_as_the_model_does():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
-    """One step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
+    """Take a step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
     model, rate = nn.Linear(3, 2, bias=False), 0.1
     settings = {} if level == "O5" else {"cast_model_type": LOW}
     ampkit.initialize(model, opt_level=level, verbosity=0, **settings)

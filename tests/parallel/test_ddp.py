@@ -40,7 +40,7 @@ def initialized(case):
 
 
 def accumulate(ddp, optimizer, rank, case, spoil=None):
-    """All micro-batches of one step; ``spoil`` is the (rank, micro-batch) whose loss is infinite."""
+    """Run all micro-batches of one step; ``spoil`` is the (rank, micro-batch) whose loss is infinite."""
     _, delayed, no_sync, _, _, _ = CASES[case]
     for index, (x, y) in enumerate(data(rank)):
         last = index == MICRO_BATCHES - 1

@@ -39,7 +39,7 @@ SAVED = {"O1": ("O1", "AdamW"), "O5": ("O5", "AdamW"), "O5, moments in 8 bits": 
 
 
 def data(step, part, rank, count):
-    """One micro-batch: the rows of a rank, the same all together for any number of ranks."""
+    """The rows of a rank in a micro-batch; all ranks together have the same rows, whatever their number."""
     drawn = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(MICRO_BATCHES * step + part))
     mine = drawn.chunk(count)[rank]
     return mine[:, :6], mine[:, 6:]
@@ -110,7 +110,7 @@ def saved(rank, count, case, folder):
 
 
 def resumed(rank, count, case, folder):
-    """What `saved` has written, loaded by other processes, which take the same two more steps; a single one has a whole model."""
+    """Load the checkpoint of `saved` in other processes, and take the same two steps more; a single process has a whole model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

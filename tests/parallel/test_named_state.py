@@ -66,19 +66,19 @@ def loaded(level, name, saved, options=None):
     return model, optimizer
 
 
-def assert_equal_trees(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal_trees(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, dict):
-            assert_equal_trees(found[name], value)
+            assert_equal_trees(actual[name], value)
         elif isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+            assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
         elif name == "param_groups":  # torch makes lists of tuples that it gathers
-            assert str(found[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
+            assert str(actual[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
                 ")", "]"
             )
         else:
-            assert found[name] == value, name
+            assert actual[name] == value, name
 
 
 @pytest.mark.parametrize("how", OPTIONS)

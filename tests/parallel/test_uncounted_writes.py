@@ -1,4 +1,4 @@
-"""What torch.distributed writes to weights and to master_params: ranks are equal bit for bit after it."""
+"""Writes of torch.distributed to weights and to master_params: ranks are equal bit for bit after them."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def values_of(model):
 
 
 def through_data(param):
-    """As an average over processes is written, in two halves: torch counts neither."""
+    """Average over processes as scripts do, by a sum and a factor: torch counts neither as a write."""
     dist.all_reduce(param.data)
     param.data.mul_(2.0)
 
@@ -130,17 +130,17 @@ def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
 
 
 def trained(rank, case):
-    """From a start of each rank's own, with DDP; rank 1 has one more batch, which the other's ``join`` sits out."""
+    """Train with DDP, from a start of each rank's own; rank 1 has one more batch, which rank 0 sits out in ``Join``."""
     model, optimizer = prepared(case, seed=rank)
     parallel = DistributedDataParallel(model)
-    found = {"wrapped": values_of(model)}
+    results = {"wrapped": values_of(model)}
     with Join([parallel]):
         for step in range(2 + rank):
             x, y = random_batch(seed=2 * step + rank)
             iterate(lambda x=x, y=y: F.mse_loss(parallel(x), y), optimizer)
-    found["trained"] = values_of(model)
+    results["trained"] = values_of(model)
     ampkit.close()
-    return found
+    return results
 
 
 def stepped_after_a_broadcast(rank, case):

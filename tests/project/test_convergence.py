@@ -90,10 +90,10 @@ def test_products_by_way_of_float32_are_those_of_bfloat16(load):
     a, b, c = (torch.randn(32, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     exact = (a.double() @ b.double()).bfloat16().float()
     with products.ThroughFloat32():
-        found = [a @ b, torch.addmm(c, a, b), torch.bmm(a[None], b[None])[0]]
-    assert all(one.dtype is torch.bfloat16 for one in found)
+        results = [a @ b, torch.addmm(c, a, b), torch.bmm(a[None], b[None])[0]]
+    assert all(one.dtype is torch.bfloat16 for one in results)
     last_bit = exact.abs() * 2.0**-7
-    assert ((found[0].float() - exact).abs() <= last_bit).all()
-    assert torch.equal(found[0], found[2])
+    assert ((results[0].float() - exact).abs() <= last_bit).all()
+    assert torch.equal(results[0], results[2])
     sums = (c.double() + a.double() @ b.double()).bfloat16().float()
-    assert ((found[1].float() - sums).abs() <= sums.abs() * 2.0**-7 + 1e-6).all()
+    assert ((results[1].float() - sums).abs() <= sums.abs() * 2.0**-7 + 1e-6).all()

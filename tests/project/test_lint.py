@@ -1,4 +1,4 @@
-"""What `make lint` asks of the code, but for types, asked by the tests too, where ruff is installed."""
+"""The checks of `make lint`, except for types, run by the tests too, where ruff is installed."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""What is built and packed: the sources of each library, and what `pip install .` puts beside other packages."""
+"""Builds and packages: the sources of each library, and what `pip install .` puts beside other packages."""
 
 import os
 import re
@@ -41,11 +41,11 @@ def extensions(monkeypatch):
 
 
 def test_each_source_and_header_belongs_to_a_library(extensions):
-    found = extensions(AMPKIT_CUDA="1")
-    assert sorted(found) == ["ampkit._C", "ampkit._casting", "ampkit._cuda"]
-    compiled = [path for extension in found.values() for path in extension.sources]
+    built = extensions(AMPKIT_CUDA="1")
+    assert sorted(built) == ["ampkit._C", "ampkit._casting", "ampkit._cuda"]
+    compiled = [path for extension in built.values() for path in extension.sources]
     # A change to any of them has the library built again.
-    known = {path for extension in found.values() for path in (*extension.sources, *extension.depends)}
+    known = {path for extension in built.values() for path in (*extension.sources, *extension.depends)}
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     included = re.findall(r'#include "(\w+\.cpp)"', (ROOT / "csrc/casting/all.cpp").read_text())
     compiled += [f"csrc/casting/{name}" for name in included]
@@ -152,7 +152,7 @@ for level in ("O1", "O2"):
 
 
 def run_elsewhere(site, *arguments, **environment):
-    """What Python prints in another folder, with what was installed in ``site``.
+    """Return what Python prints in another folder, with what was installed in ``site``.
 
     Without the module `site`, and so without .pth files: an editable install would lend its libraries.
     """

@@ -1,4 +1,4 @@
-"""Nothing non-finite gets in: a step with a bad gradient leaves no trace, at every level, and is told."""
+"""Checks of gradients: a step with a non-finite gradient changes nothing, at every level, and is reported."""
 
 import copy
 import math
@@ -228,7 +228,7 @@ def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
 
 
 def test_each_loss_counts_its_own_skips():
-    """Of a GAN at loss scale 1: one half learns, the other does not."""
+    """A GAN at loss scale 1: one half learns, the other does not."""
     models = [nn.Linear(6, 3), nn.Linear(6, 3)]
     both = [torch.optim.AdamW(model.parameters()) for model in models]
     models, both = ampkit.initialize(models, both, opt_level="O5", num_losses=2, verbosity=0)

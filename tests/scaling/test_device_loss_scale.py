@@ -37,10 +37,10 @@ MADE_ON_HOST = ("lift_fresh", "lift")
 
 @pytest.fixture
 def host_copies(monkeypatch):
-    """How numbers reach the host: whether those that were sent have arrived, and what is known without waiting, is ours to say.
+    """Control when numbers reach the host: whether copies have arrived, and what is known without waiting.
 
-    On the CPU everything has arrived at once; with ``arrived`` set to False it is a device that is far behind. Which flags the
-    host waits for is noted in ``read``.
+    On the CPU every copy arrives at once; with ``arrived`` set to False the CPU stands for a device that is far behind. ``read``
+    lists the flags that the host waits for.
     """
     copies = types.SimpleNamespace(read=[], arrived=True)
     ready, known, is_set = HostCopy.ready, found_inf.is_known_clean, found_inf.is_set

@@ -1,4 +1,4 @@
-"""What a block has found goes with the gradients that it made: to the step that would use them, and no further."""
+"""Overflow flags go with the gradients that a block made: to the step that would use them, and no further."""
 
 import math
 from functools import partial

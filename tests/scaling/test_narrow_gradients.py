@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Script:
-    """What a row trains: the model, inputs, and calls of the model, each in a region of its own under torch.autocast."""
+    """The training of a row: the model, inputs, and calls of the model, each in a region of its own under torch.autocast."""
 
     def __init__(self, level):
         torch.manual_seed(0)
@@ -212,13 +212,13 @@ PASSES = {
 
 @pytest.mark.parametrize("name", PASSES)
 def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_says(name):
-    (passes, dtype), theirs, ours = PASSES[name], Script(None), Script("O5")
-    passes(theirs)
-    passes(ours)
-    assert stored_gradient(ours.weight).dtype is dtype
-    if ours.model.small.weight.grad is not None:
-        assert stored_gradient(ours.model.small.weight).dtype is torch.float32
-    for param, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+    (passes, dtype), by_autocast, by_ampkit = PASSES[name], Script(None), Script("O5")
+    passes(by_autocast)
+    passes(by_ampkit)
+    assert stored_gradient(by_ampkit.weight).dtype is dtype
+    if by_ampkit.model.small.weight.grad is not None:
+        assert stored_gradient(by_ampkit.model.small.weight).dtype is torch.float32
+    for param, exact in zip(by_ampkit.model.parameters(), by_autocast.model.parameters(), strict=True):
         if exact.grad is None:
             assert param.grad is None
         else:
@@ -252,7 +252,7 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
     """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one of them."""
     words = torch.full((batches, 10, 100), 7)
     words[:, :, 0] = 3
-    found = []
+    tables = []
     for level in (None, "O5"):
         torch.manual_seed(0)
         model = Tied(tied, rows)
@@ -262,15 +262,15 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
             with torch.autocast("cpu", torch.bfloat16) if level is None else contextlib.nullcontext():
                 logits = model(batch).float()
             F.cross_entropy(logits.flatten(0, 1), (batch.flatten() + 1)).backward()
-        found.append(model.table.weight)
-    exact, ours = found
-    assert stored_gradient(ours).dtype is (NARROW if batches == 1 else WIDE)
-    error = (ours.grad - exact.grad).abs()
+        tables.append(model.table.weight)
+    exact, table = tables
+    assert stored_gradient(table).dtype is (NARROW if batches == 1 else WIDE)
+    error = (table.grad - exact.grad).abs()
     assert (
         error <= (2.0**-7 if tied else 2.0**-8) * exact.grad.abs() + 1e-9
     ).all()  # one rounding; tied, the head's and one more
     if not tied:
-        assert torch.equal(ours.grad[3], torch.zeros(64))
+        assert torch.equal(table.grad[3], torch.zeros(64))
 
 
 @of_both_sizes
@@ -469,7 +469,7 @@ def test_at_a_loss_scale_gradients_are_float32():
 
 
 def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
-    """All but those of the table of positions, which is sliced and added: 64 * 64 of some 200,000."""
+    """Only the table of positions, which is sliced and added, has wide gradients: 64 * 64 elements of some 200,000."""
 
     class Gpt(nn.Module):
         def __init__(self):

@@ -16,7 +16,7 @@ X = torch.tensor([[1.0, 0.5, -1.0, 2.0], [0.5, -0.25, 1.0, 1.0]])
 
 
 class InFloat32:
-    """The same script without ampkit."""
+    """A stand-in for ampkit that runs the same script in float32."""
 
     def initialize(self, models, optimizers):
         pass
@@ -249,9 +249,9 @@ def block_of_another_session_around_a_whole_iteration(amp):
 
 @script
 def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
-    a, b, own = net(1), net(2), net(3)
+    a, b, last = net(1), net(2), net(3)
     b.weight = a.weight
-    head = nn.Sequential(b, own)
+    head = nn.Sequential(b, last)
     of_a, of_head = sgd(a), sgd(head)
     amp.initialize([a, head], [of_a, of_head])
     for _ in range(2):
@@ -259,10 +259,10 @@ def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
         of_head.zero_grad()
         amp.backward(loss_of(head(X)), of_head)
         amp.backward(loss_of(a(X)), of_a)
-        result = grads(a, own)
+        result = grads(a, last)
         of_a.step()
         of_head.step()
-    return result + weights(a, own)
+    return result + weights(a, last)
 
 
 @script
@@ -286,7 +286,7 @@ def critic_frozen_while_the_generator_trains(amp):
 
 
 class WeightsOfLosses(nn.Module):
-    """Of Kendall, Gal and Cipolla: a weight for each of two losses, which is trained too."""
+    """The loss weights of Kendall, Gal and Cipolla: a weight for each of two losses, which is trained too."""
 
     def __init__(self):
         super().__init__()
@@ -701,7 +701,7 @@ def block_opened_in_one_thread_and_gone_backward_in_another(amp):
 def retained_features_of_two_threads(amp):
     """Both are within their blocks when both go backward, and leave them one after the other."""
     sessions = [session(amp, 1), session(amp, 2)]
-    barrier, first_is_out, found = threading.Barrier(2), threading.Event(), [None, None]
+    barrier, first_is_out, gradients = threading.Barrier(2), threading.Event(), [None, None]
 
     def work(index):
         model, optimizer = sessions[index]
@@ -715,10 +715,10 @@ def retained_features_of_two_threads(amp):
                 first_is_out.wait(30)
         first_is_out.set()
         barrier.wait(30)
-        found[index] = copied(features.grad)
+        gradients[index] = copied(features.grad)
 
     in_threads(lambda: work(0), lambda: work(1))
-    return found
+    return gradients
 
 
 @script_of_threads
@@ -765,7 +765,7 @@ def test_a_script_gets_the_numbers_of_float32(script, level, scale):
 
 @pytest.mark.parametrize("level, scale", AT)
 def test_a_loss_weight_that_waits_at_the_scale_of_another_call_is_refused(level, scale):
-    """One number cannot be at two loss scales."""
+    """A number cannot be at two loss scales."""
     with pytest.raises(ampkit.ConfigurationError, match="waits at the loss scale of another initialize"):
         loss_weight_that_waits_while_another_sessions_block_adds_to_it(WithAmpkit(level, scale))
 
@@ -782,11 +782,11 @@ BESIDE_AT = [
 def test_a_pass_beside_the_scaled_loss_is_right_or_refused(goes_backward, level, scale):
     expected = grads(*beside(InFloat32(), goes_backward)[:3])
     try:
-        found = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
+        actual = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
     except ampkit.ConfigurationError as error:
         assert "did not come from the scaled loss alone" in str(error)
     else:
-        assert_same(found, expected)
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("goes_backward, level, scale", BESIDE_AT)

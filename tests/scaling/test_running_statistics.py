@@ -78,7 +78,7 @@ def loss_of(model, x):
 
 
 def train(model, optimizer, data, **flags):
-    """One step for each batch, or for each list of micro-batches."""
+    """Take a step for each batch, or for each list of micro-batches."""
     for batch in data:
         optimizer.zero_grad()
         for x in batch if isinstance(batch, list) else [batch]:
@@ -122,7 +122,7 @@ def assert_finite(model):
 
 
 def norms_of(buffers):
-    """Those statistics that a bad batch leaves nothing finite in: spectral norm's vectors are about weights."""
+    """The statistics that a bad batch leaves nothing finite in: spectral norm's vectors depend on weights alone."""
     return {name: value for name, value in buffers.items() if name.endswith(("running_mean", "running_var"))}
 
 
@@ -217,19 +217,19 @@ def test_generator_and_critic(name, sessions):
     count = 0
     for factor in (1.0, math.inf, 1.0):
         for spoiled in (False, True, False):
-            for mine, theirs in zip(optimizers, plain_optimizers, strict=True):
+            for active, plain_active in zip(optimizers, plain_optimizers, strict=True):
                 z = torch.randn(5, 4, generator=generator)
                 if spoiled:
                     z[2, 1] = math.nan
                 for optimizer in (*optimizers, *plain_optimizers):
                     optimizer.zero_grad()
-                backward(pair.loss(z) * factor, mine)
-                mine.step()
+                backward(pair.loss(z) * factor, active)
+                active.step()
                 if spoiled or factor == math.inf:
                     see(plain, lambda z=z: plain.loss(z))
                 else:
                     plain.loss(z).backward()
-                    theirs.step()
+                    plain_active.step()
                 count += 1
                 assert_same(buffers_of(pair), buffers_of(plain))
     assert_finite(pair)
@@ -240,7 +240,7 @@ def test_generator_and_critic(name, sessions):
 @pytest.mark.parametrize("sessions", [1, 2])
 @pytest.mark.parametrize("settings", [{"loss_scale": "dynamic"}, {"loss_scale": 1.0, "check_gradients": True}])
 def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, sessions, freezes):
-    """What it leaves there would be NaN for good, and show in eval() alone."""
+    """NaN in the critic's statistics would stay for good, and show in eval() alone."""
     pair = Adversaries()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pair.generator, pair.critic)]
     initialize_both(pair, optimizers, sessions, opt_level="O1", **settings)
@@ -354,7 +354,7 @@ class Checkpointed(nn.Module):
 
 
 def test_a_forward_that_is_computed_again_in_the_backward_pass():
-    """It moves the statistics twice, in plain torch too."""
+    """Such a forward moves the statistics twice, in plain torch too."""
     plain, model = Checkpointed(), Checkpointed()
     train_plainly(plain, OPTIMIZERS["SGD"](plain.parameters()), batches())
     train(*initialize_quietly(model, OPTIMIZERS["SGD"], "O0", loss_scale="dynamic"), batches())
@@ -490,11 +490,11 @@ def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
 
-    bad, others, has_run, may_end = torch.full((6, 3), math.nan), [], threading.Event(), threading.Event()
+    bad, models_beside, has_run, may_end = torch.full((6, 3), math.nan), [], threading.Event(), threading.Event()
 
     def beside():
-        others.append(pair()[0])
-        others[0](bad)  # its own step is the one to put this back
+        models_beside.append(pair()[0])
+        models_beside[0](bad)  # its own step is the one to put this back
         has_run.set()
         may_end.wait(60)
 
@@ -505,7 +505,7 @@ def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
         model, optimizer = pair()
         backward(model(bad).float().mean(), optimizer)
         optimizer.step()
-        assert model[1].running_mean.eq(0).all() and others[0][1].running_mean.isnan().all()
+        assert model[1].running_mean.eq(0).all() and models_beside[0][1].running_mean.isnan().all()
     finally:
         may_end.set()
         thread.join()

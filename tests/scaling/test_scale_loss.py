@@ -284,12 +284,12 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
         scaled.backward()
         raise KeyError("a script's own mistake")
-    for found, expected, clone in zip(model.parameters(), model_before, copies):
-        assert found.grad is expected
+    for param, expected, clone in zip(model.parameters(), model_before, copies):
+        assert param.grad is expected
         assert expected is None or torch.equal(expected, clone)
-    for found, expected in zip(gradients(optimizer), masters_before):
-        assert (found is None) is (expected is None)
-        assert expected is None or torch.equal(found, expected)
+    for gradient, expected in zip(gradients(optimizer), masters_before):
+        assert (gradient is None) is (expected is None)
+        assert expected is None or torch.equal(gradient, expected)
     assert ampkit.state_dict() == state
     backward(F.mse_loss(model(x), y), optimizer)
     optimizer.step()
@@ -298,7 +298,7 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
 
 @pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {"loss_scale": 128.0})])
 def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly(level, settings):
-    """It would meet gradients at the loss scale, or write to weights without their rests."""
+    """The optimizer would meet gradients at the loss scale, or write to weights without their rests."""
     model = net_with_norm()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     model, optimizer = ampkit.initialize(

@@ -45,7 +45,7 @@ def snapshot(*things):
 
 
 def process():
-    """What an initialize changes beside models and optimizers."""
+    """The state of the process that initialize changes, beside models and optimizers."""
     functions = [value for space in NAMESPACES for value in vars(space).values() if callable(value)]
     return [ampkit.current_session(), torch.export.export, torch.compiler.config.cache_key_tag, *map(id, functions)]
 
@@ -322,7 +322,7 @@ WAYS_OUT = (
 
 @contextlib.contextmanager
 def failing_at(number):
-    """Whatever leads out of ampkit counts its calls, all together, and fails at the ``number``-th. Yields the count."""
+    """Count all calls that lead out of ampkit, and fail at the ``number``-th. Yields the count."""
     count = [0]
 
     def step():
@@ -365,7 +365,7 @@ def tensors_of(models, optimizers):
 
 
 def ways_out_taken(level, **settings):
-    """How often an initialize that succeeds leads out of ampkit."""
+    """Count the calls by which a successful initialize leads out of ampkit."""
     models, optimizers = trained_pairs()
     with failing_at(None) as count:
         ampkit.initialize(models, optimizers, opt_level=level, verbosity=0, **settings)
@@ -452,12 +452,12 @@ def test_weights_on_the_meta_device_are_refused_where_masters_are_made_of_them()
 
 
 @pytest.mark.parametrize("function", [ampkit.clip_grad_norm_, ampkit.step_was_skipped, ampkit.master_params])
-@pytest.mark.parametrize("given", ["parameters", "model", "list", "none"])
-def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, given):
+@pytest.mark.parametrize("argument", ["parameters", "model", "list", "none"])
+def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, argument):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[given]
+    thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[argument]
     more = [1.0] if function is ampkit.clip_grad_norm_ else []
     name = function.__name__
     with pytest.raises(
@@ -480,11 +480,11 @@ def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, verbosity=0)
     loss = model(torch.ones(1, 2)).sum()
-    for given in ((optimizer, loss), (loss, model), (loss, model.parameters())):
+    for arguments in ((optimizer, loss), (loss, model), (loss, model.parameters())):
         with pytest.raises(
             ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
         ):
-            ampkit.scale_loss(*given)
+            ampkit.scale_loss(*arguments)
 
 
 def test_scale_loss_without_with_says_how_it_is_written():

@@ -189,27 +189,27 @@ def test_threads_initialize_and_train_as_alone(where):
     for level in levels:
         alone.append(train(level, make_pair()))
         ampkit.close()
-    pairs, found, start = [make_pair() for _ in levels], {}, threading.Barrier(4)
+    pairs, trained, start = [make_pair() for _ in levels], {}, threading.Barrier(4)
     for level, pair in zip(levels, pairs):
         if where == "outside":
             ampkit.initialize(*pair, opt_level=level, verbosity=0)
 
     def work(level, pair):
         start.wait()
-        found[level] = train(level, pair, initializes=where == "inside")
+        trained[level] = train(level, pair, initializes=where == "inside")
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=one) for one in zip(levels, pairs)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        threads = [threading.Thread(target=work, args=args) for args in zip(levels, pairs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         sys.setswitchinterval(interval)
     for level, values in zip(levels, alone):
-        assert all(map(torch.equal, found[level], values)), level
+        assert all(map(torch.equal, trained[level], values)), level
 
 
 def in_a_thread(work):
@@ -281,7 +281,7 @@ def test_two_sessions_of_one_thread_are_trained_in_two():
 
 def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread():
     """The generator's gradients come through the critic's block: they are unscaled as in the thread that has initialized."""
-    found = []
+    results = []
     for run in (in_a_thread, lambda work: work()):
         torch.manual_seed(5)
         generator, critic = initialized_pair(), initialized_pair()
@@ -290,14 +290,14 @@ def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread(
             loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
             with ampkit.scale_loss(loss, critic[1]) as scaled:
                 scaled.backward()
-            found.append([param.grad.float() for one in (critic, generator) for param in one[0].parameters()])
+            results.append([param.grad.float() for pair in (critic, generator) for param in pair[0].parameters()])
             critic[1].step()
             generator[1].step()
 
         assert run(train) is None
-        found[-1] += [value.clone() for one in (critic, generator) for value in one[0].state_dict().values()]
+        results[-1] += [value.clone() for pair in (critic, generator) for value in pair[0].state_dict().values()]
         ampkit.close()
-    assert all(map(torch.equal, *found)) and max(value.abs().max().item() for value in found[0]) < 100.0
+    assert all(map(torch.equal, *results)) and max(value.abs().max().item() for value in results[0]) < 100.0
 
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
@@ -542,11 +542,11 @@ def test_step_is_a_bound_method_of_the_optimizer(level):
 def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    ours, calls = optimizer.step, []
+    wrapped_step, calls = optimizer.step, []
 
     def on_top(*args, **kwargs):
         calls.append(args)
-        return ours(*args, **kwargs)
+        return wrapped_step(*args, **kwargs)
 
     optimizer.step = on_top
     shrink_output(model, optimizer)
@@ -614,7 +614,7 @@ def test_scheduler_made_after_each_initialize_warns_of_nothing():
 
 
 def test_a_copy_of_an_optimizer_was_not_initialized():
-    """One that does not say what a copy takes along, as torch's do, shares everything with it."""
+    """An optimizer that does not define what its copy takes along, as torch's do, shares everything with the copy."""
 
     class Plain:
         def __init__(self, params):
