@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Run:
-    """A model, its optimizer, and how many iterations they have behind them."""
+    """A model, its optimizer, and the number of iterations that they have run."""
 
     def __init__(self, args: argparse.Namespace):
         torch.manual_seed(args.seed)
@@ -58,7 +58,7 @@ class Run:
         self.model, self.optimizer = ampkit.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def train(self, images: torch.Tensor, labels: torch.Tensor, until: int) -> list[float]:
-        """Iterations up to number ``until``; their losses."""
+        """Run iterations up to number ``until``; returns their losses."""
         losses = []
         self.model.train()
         while self.iteration < until:
@@ -90,7 +90,7 @@ class Run:
         }
 
     def load(self, file: Path) -> None:
-        """After initialize: what is loaded is float32."""
+        """Load a checkpoint, after initialize: its values are float32."""
         saved = torch.load(file, map_location=DEVICE)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -114,7 +114,7 @@ def load_images(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.Tensor) -> None:
-    """A run that is saved half-way and resumed in new objects, against one that goes through: every bit of the state."""
+    """Compare a run that is saved half-way and resumed in new objects with one that goes through: every bit of the state."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     whole = Run(args)
     whole.train(images, labels, args.iters // 2)
@@ -139,7 +139,7 @@ def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.T
 
 
 def compare(args: argparse.Namespace, levels: Sequence[str]) -> None:
-    """A table of O0 and these levels: milliseconds and memory of an iteration with their ratio to O0's, and the last loss."""
+    """Print O0 and these levels: milliseconds and memory of an iteration with their ratio to O0's, and the last loss."""
     print("level   ms/iteration   to O0    peak MiB   to O0    last losses")
     base: tuple[float, float] | None = None
     for level in ("O0", *levels):
@@ -166,7 +166,7 @@ def measured(args: argparse.Namespace) -> tuple[float, float, float]:
 
 
 def held_at_most() -> int:
-    """Bytes: of tensors on a GPU, of the whole process elsewhere."""
+    """The peak of bytes held: by tensors on a GPU, by the whole process elsewhere."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
@@ -176,7 +176,7 @@ def held_at_most() -> int:
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:
-    """Nested dicts and lists as one dict."""
+    """Flatten nested dicts and lists into one dict."""
     if isinstance(state, dict):
         return {key: value for part in state for key, value in flat(state[part], f"{name}.{part}").items()}
     if isinstance(state, list):

@@ -22,7 +22,7 @@ KEYS = {"run", "iteration", "skipped", "best_top1", "model", "optimizer", "amp",
 
 
 class CheckpointError(Exception):
-    """The file given to --resume is not a checkpoint that this run can continue."""
+    """An error for a file given to --resume that is not a checkpoint that this run can continue."""
 
 
 def save(state: dict[str, Any], folder: Path, is_best: bool) -> None:
@@ -40,7 +40,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The checkpoint at ``path``, on the CPU."""
+    """Load the checkpoint at ``path``, on the CPU."""
     if not path.is_file():
         raise CheckpointError(
             f"found no file at '{path}'; --resume expected a checkpoint written by main_amp.py."
@@ -97,13 +97,13 @@ def whole(state: Any) -> Any:
 
 
 def load_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Whole tensors into a model, sharded or not."""
+    """Load whole tensors into a model, sharded or not."""
     own = model.state_dict()
     model.load_state_dict({name: _parted_like(own.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Whole tensors into an optimizer, of sharded parameters or not."""
+    """Load whole tensors into an optimizer, of sharded parameters or not."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     param_of = dict(zip(keys, params))

@@ -100,7 +100,7 @@ def largest_difference(runs: dict[str, list[dict[str, Any]]]) -> float:
 
 
 def train(level: str, folder: Path, options: list[str]) -> list[dict[str, Any]]:
-    """Run main_amp.py at one level; the rows of its metrics file."""
+    """Run main_amp.py at one level; returns the rows of its metrics file."""
     rows = folder / f"{level}.jsonl"
     script = Path(__file__).with_name("main_amp.py")
     options = [*options, "--opt-level", level, "--metrics", str(rows), "--checkpoint-dir", str(folder / level)]

@@ -206,7 +206,7 @@ def choose_device(args: argparse.Namespace) -> tuple[torch.device, int, int]:
 
 
 def load_saved(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint that --resume names, if it is one of such a run."""
+    """Load the checkpoint that --resume names, if it is one of such a run."""
     path = checkpoint.latest(args.checkpoint_dir) if args.resume == AUTO else args.resume
     if path is None:
         return None
@@ -257,7 +257,7 @@ def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
 
 
 def shard(model: nn.Module, args: argparse.Namespace, device: torch.device, world_size: int) -> None:
-    """FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
+    """Shard by FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
     settings = dict(opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32)
     mesh = dist.device_mesh.init_device_mesh(device.type, (world_size,))
     for part in model.children():
@@ -271,14 +271,14 @@ def memory_format_of(args: argparse.Namespace) -> torch.memory_format:
 
 
 def open_rows(args: argparse.Namespace, rank: int, saved: dict[str, Any] | None) -> metrics.MetricsFile:
-    """The metrics file, rank 0's. --resume appends; 'auto' also drops rows that a killed run wrote after its last checkpoint."""
+    """Open rank 0's metrics file. --resume appends; 'auto' also drops rows that a killed run wrote after its last checkpoint."""
     done = saved["iteration"] if saved else 0
     drop_after = done if args.resume == AUTO else None
     return metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None, drop_after=drop_after)
 
 
 def resume(run: Run, saved: dict[str, Any]) -> None:
-    """Go on where the checkpoint was written; --evaluate needs no more than its weights."""
+    """Continue from the checkpoint; --evaluate needs its weights only."""
     checkpoint.load_model(run.model, saved["model"])
     if not run.args.evaluate:
         checkpoint.load_optimizer(run.optimizer, saved["optimizer"])
@@ -288,7 +288,7 @@ def resume(run: Run, saved: dict[str, Any]) -> None:
 
 
 def train(run: Run, loader: torch.utils.data.DataLoader, val_loader: torch.utils.data.DataLoader) -> None:
-    """Epochs, each followed by a validation and a checkpoint, as far as --epochs and --max-iters ask."""
+    """Run epochs, each followed by a validation and a checkpoint, as far as --epochs and --max-iters ask."""
     args = run.args
     last = min(args.epochs * run.order.batches_per_epoch, args.max_iters or math.inf)
     if run.iteration >= last:
@@ -338,7 +338,7 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
 
 
 def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> float:
-    """The rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
+    """Return the rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
     peak = args.lr * global_batch / 256
     if epoch < args.warmup_epochs:
         return peak * (epoch + 0.01) / (args.warmup_epochs + 0.01)  # not 0 in the first iteration
@@ -370,7 +370,7 @@ def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[to
 
 @contextmanager
 def without_reduction(run: Run) -> Iterator[None]:
-    """Gradients of the backward pass inside stay on their process."""
+    """Keep gradients of the backward pass inside on their process."""
     if run.world_size == 1:
         yield
     elif run.args.fsdp:
@@ -383,7 +383,7 @@ def without_reduction(run: Run) -> Iterator[None]:
 
 
 def forward(model: nn.Module, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
+    """Return (logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
     output = model(images)
     if isinstance(output, torch.Tensor):
         return output, F.cross_entropy(output, target)
@@ -416,7 +416,7 @@ def validate(run: Run, loader: torch.utils.data.DataLoader) -> metrics.Averages:
 
 
 def save(run: Run, is_best: bool) -> None:
-    """A checkpoint by rank 0, with whole float32 tensors: it continues with any number of processes, with FSDP2 or without."""
+    """Save a checkpoint by rank 0, with whole float32 tensors: it continues with any number of processes, with FSDP2 or without."""
     share_buffers(run)
     state = {
         "run": run.settings,
@@ -433,7 +433,7 @@ def save(run: Run, is_best: bool) -> None:
 
 
 def share_buffers(run: Run) -> None:
-    """Rank 0's running statistics on all ranks: each has its own while training, and FSDP2 never makes them equal."""
+    """Copy rank 0's running statistics to all ranks: each has its own while training, and FSDP2 never makes them equal."""
     if run.world_size > 1:
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)

@@ -24,7 +24,7 @@ class Averages(NamedTuple):
 
 
 def batch_sums(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Loss, top-1 hits, top-5 hits and samples of one batch, summed, in float64. Stays on the device."""
+    """Sum loss, top-1 hits, top-5 hits and samples of one batch, in float64. Stays on the device."""
     best = logits.detach().topk(min(5, logits.size(1)), dim=1).indices
     hits = best == target[:, None]
     samples = torch.tensor(float(len(target)), dtype=torch.float64, device=loss.device)

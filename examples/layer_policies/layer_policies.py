@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The softmax is a layer of the model, named ``head``, so that a policy can name it."""
+    """A classifier whose softmax is a layer of the model, named ``head``, so that a policy can name it."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of the plane, and the quadrant of each."""
+    """Return points of the plane, and the quadrant of each."""
     points = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return points, (points[:, 0] > 0).long() + 2 * (points[:, 1] > 0).long()
 

@@ -36,7 +36,7 @@ Rows = dict[tuple[str, str], tuple[int, float]]  # (operator or kernel, dtype) -
 
 
 def record(setting: dict[str, Any], batch: int, size: int, steps: int, trace: Path) -> Rows:
-    """Train a step, then ``steps`` under the profiler; what ran in one of them. ``trace`` gets the last."""
+    """Train a step, then ``steps`` under the profiler; returns what ran in one of them. ``trace`` gets the last."""
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=10).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -64,7 +64,7 @@ def record(setting: dict[str, Any], batch: int, size: int, steps: int, trace: Pa
 
 
 def medians(steps: Sequence[Rows]) -> Rows:
-    """Row by row; one that a step lacks took no time there."""
+    """Take medians row by row; a row that a step lacks took no time there."""
     keys = dict.fromkeys(key for rows in steps for key in rows)
     by_key = {key: [rows.get(key, (0, 0.0)) for rows in steps] for key in keys}
     return {
@@ -74,7 +74,7 @@ def medians(steps: Sequence[Rows]) -> Rows:
 
 
 def summarise(events: Sequence[dict[str, Any]]) -> Rows:
-    """Time by operator, with the dtype of its first floating input: on a GPU of each of its kernels, else its own on the host."""
+    """Sum time by operator, with the dtype of its first floating input: on a GPU of its kernels, else its own on the host."""
     operators = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
@@ -96,7 +96,7 @@ def summarise(events: Sequence[dict[str, Any]]) -> Rows:
 
 
 def short(name: str) -> str:
-    """Without namespaces, and without what a template was made for."""
+    """Strip namespaces and template arguments from a name."""
     return re.sub(r"^void |<.*|\(.*", "", name).rpartition("::")[2]
 
 
@@ -135,7 +135,7 @@ def table(name: str, rows: Rows, top: int) -> str:
 
 
 def draw(results: dict[str, Rows], top: int, path: Path) -> None:
-    """A panel for each level, all on one scale, so that bars compare across levels."""
+    """Draw a panel for each level, all on one scale, so that bars compare across levels."""
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot
 

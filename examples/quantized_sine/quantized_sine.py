@@ -31,7 +31,7 @@ AMD = {"time": -46.4, "memory": -49.8, "inference time": -32.2, "inference memor
 
 
 class ConvModel(nn.Sequential):
-    """1 x 1 convolutions: the same small network at each point of the grid."""
+    """A network of 1 x 1 convolutions: the same small network at each point of the grid."""
 
     def __init__(self, width: int = 256):
         layers: list[nn.Module] = [nn.Conv2d(2, width, 1)]
@@ -41,7 +41,7 @@ class ConvModel(nn.Sequential):
 
 
 def wave(grid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The points (1, 2, grid, grid) of the unit square, and at each the sum of two cosines in four levels, 0 to 1."""
+    """Return the points (1, 2, grid, grid) of the unit square, and at each the sum of two cosines in four levels, 0 to 1."""
     line = torch.linspace(0, 1, grid)
     x, y = torch.meshgrid(line, line, indexing="xy")
     total = torch.cos(2 * math.pi * 4 * x) + torch.cos(2 * math.pi * 2 * y)  # -2 to 2

@@ -31,7 +31,7 @@ def resnet():
 
 
 class Lstm(nn.Module):
-    """Two layers over bytes."""
+    """An LSTM of two layers over bytes."""
 
     def __init__(self, width=128):
         super().__init__()

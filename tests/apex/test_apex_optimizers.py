@@ -189,7 +189,7 @@ def test_fused_sgd_at_o2_gives_unscaled_master_gradients_and_skips_an_overflow(m
 
 
 class AsInFairseq(optimizers.FusedAdam):
-    """Lists, and one call for each group, with what Apex's optimizer had on ``self``."""
+    """A subclass as in fairseq: lists, and one call for each group, with the attributes of Apex's optimizer on ``self``."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -333,7 +333,7 @@ def test_contrib_adam_clips_by_the_norms_it_is_given():
 @pytest.mark.parametrize("eps_mode", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(eps_mode, dtype):
-    """fairseq and OpenNMT-py call it from optimizers of their own."""
+    """fairseq and OpenNMT-py call the extension from optimizers of their own."""
     import fused_adam_cuda
 
     torch.manual_seed(0)

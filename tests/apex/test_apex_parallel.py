@@ -206,7 +206,7 @@ AMP = [
 
 
 def run_amp(rank, results):
-    """Two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
+    """Run two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
     for level, how in AMP:
         model = TwoHeads()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -252,7 +252,7 @@ def gan_batch(rank, step):
 
 
 def run_gan(rank, results):
-    """Forward, forward, backward; then the other model through the first: two models, three losses."""
+    """Run forward, forward, backward; then the other model through the first: two models, three losses."""
     d, g = make_gan()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g)]
     (d, g), (opt_d, opt_g) = ampkit.initialize([d, g], optimizers, opt_level="O1", num_losses=3, verbosity=0)

@@ -1,4 +1,4 @@
-"""Modules in ``apex/legacy`` keep the names that they had: what was imported and pickled by them before loads."""
+"""Modules in ``apex/legacy`` keep their old names: imports and pickles of earlier versions load."""
 
 import importlib
 import pickle

@@ -17,7 +17,7 @@ from ampkit.scripts import running
 
 
 def run(folder, text, *arguments, device="cpu", **settings):
-    """The names that the script leaves."""
+    """Run a script; returns the names that it leaves."""
     ampkit.apex.uninstall()
     script = folder / "script.py"
     script.write_text("import torch\n" + text)

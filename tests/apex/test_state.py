@@ -13,7 +13,7 @@ HALF = torch.float16
 
 
 def initialized_by(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), device="cpu", **settings):
-    """A model and its optimizer, as Apex's ``amp.initialize`` gives them."""
+    """Return a model and its optimizer, as Apex's ``amp.initialize`` returns them."""
     model = net_with_norm(4, 4, 2).to(device)
     return amp.initialize(model, make(model.parameters()), opt_level=level, **{"verbosity": 0, **settings})
 
@@ -51,7 +51,7 @@ def test_initialize_has_the_parameters_of_apex(amp):
 
 
 def test_a_level_in_the_place_of_enabled_is_told(amp, caplog):
-    """Apex's third parameter is ``enabled``: its O1 is what such a call has always got."""
+    """Apex's third parameter is ``enabled``: such a call has always got Apex's O1."""
     model = amp.initialize(net_with_norm(4, 4, 2), None, "O2", verbosity=0)
     assert model[0].weight.dtype is torch.float32 and amp._amp_state.opt_properties.opt_level == "O1"
     assert [one.levelname for one in caplog.records if "Write opt_level='O2'" in one.message] == ["WARNING"]
@@ -319,7 +319,7 @@ def test_the_stash_without_masters_and_its_end(amp):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_scale_loss_written_out_by_the_script(amp, level, micro_batches):
-    """Frameworks that had a scale_loss of their own called these; the result is that of amp.scale_loss."""
+    """Frameworks with a scale_loss of their own called these functions; the result is that of amp.scale_loss."""
 
     def gradients(by_hand):
         model, optimizer = initialized_by(amp, level, loss_scale="dynamic")
@@ -454,7 +454,7 @@ def test_an_update_scale_of_the_scripts_is_called_by_scale_loss(amp, make, monke
 @pytest.mark.parametrize("with_buffer", [True, False])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
-    """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or does not."""
+    """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or skips."""
     import amp_C
     import apex_C
 
@@ -501,7 +501,7 @@ def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, make):
-    """Copies of NVIDIA's BERT misspell the line that gives the old buffer back: from then on ``_overflow_buf`` is their own."""
+    """Copies of NVIDIA's BERT misspell the line that restores the old buffer: from then on ``_overflow_buf`` is their own."""
     model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
     scaler, script_buffer = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
     scaler._loss_scale = 16.0

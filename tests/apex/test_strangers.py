@@ -329,14 +329,14 @@ def run(name, seed, amp, level=None):
 
 
 def distance(found, wanted):
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = torch.stack(found), torch.stack(wanted)
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
 
 @functools.cache
 def references(name):
-    """The runs in float32, and the distance of those under torch.autocast."""
+    """Return the runs in float32, and the distance of the runs under torch.autocast."""
     wanted = [run(name, seed, NoAmp()) for seed in SEEDS]
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
         autocast = [run(name, seed, NoAmp()) for seed in SEEDS]

@@ -232,7 +232,7 @@ def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
 
 
 def test_negative_loss_ids_count_from_the_end(amp):
-    """Apex indexed a list with them."""
+    """Apex indexed a list with loss ids."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=3, verbosity=0)
@@ -365,7 +365,7 @@ def test_a_handle_that_has_ended_keeps_no_optimizer(amp):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_attack_scales_its_loss_without_optimizers(amp, level):
-    """Loops of adversarial training: the input's gradient from a loss of no optimizer, then a step with cleared gradients."""
+    """Train adversarially: the input's gradient from a loss of no optimizer, then a step with cleared gradients."""
     torch.manual_seed(0)
     model, x, target = nn.Linear(4, 3), torch.randn(8, 4), torch.arange(8) % 3
     twin = nn.Linear(4, 3).double()  # which O1 does not cast

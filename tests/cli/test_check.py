@@ -472,7 +472,7 @@ def test_weights_in_float64_are_said_to_be_so(check):
 
 @pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128"])
 def test_no_shape_is_advised_for_products_that_no_level_casts(check, dtype):
-    """A layer with 7 inputs is of this dtype; one with 9 may stand beside it, in float32."""
+    """A layer with 7 inputs has this dtype; a layer with 9 may be beside it, in float32."""
     script = """
 model, beside = nn.Linear(7, 8, dtype=torch.DTYPE), nn.Linear(9, 16)
 optimizer = torch.optim.Adam(model.parameters())

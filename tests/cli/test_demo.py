@@ -110,7 +110,7 @@ def test_bfloat16_instructions_are_found_among_the_flags_of_the_processor(demo, 
 
 @pytest.fixture
 def conclude(demo, monkeypatch, tmp_path):
-    """Run main() on metrics that stand there already; what main_amp.py was asked for, by level."""
+    """Run main() on metrics that exist already; returns the arguments of main_amp.py, by level."""
 
     def run(runs, *flags, slowness=1.0):
         asked = {}

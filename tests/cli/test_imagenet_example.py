@@ -67,7 +67,7 @@ def digits(example, tmp_path_factory):
 
 @pytest.fixture
 def train(example, digits, tmp_path):
-    """Run main_amp in this process on the few digits; the rows it wrote. Leaves torch as it was."""
+    """Run main_amp in this process on the few digits; returns the rows that it wrote. Leaves torch as it was."""
     rng, benchmark = torch.get_rng_state(), torch.backends.cudnn.benchmark
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     torch.set_num_threads(1)  # so little work is done sooner without waiting for each other
@@ -309,7 +309,7 @@ def write_truncated(folder: Path) -> Path:
 
 
 def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
-    """torch.load itself reads on over one in a tensor."""
+    """torch.load itself does not notice a flipped bit in a tensor."""
     checkpoint = example["checkpoint"]
     state = dict.fromkeys(checkpoint.KEYS, 1) | {"model": {"weight": torch.full((1000,), 3.0)}}
     checkpoint.save(state, tmp_path, is_best=False)
@@ -378,7 +378,7 @@ def torchrun(folder: Path, options: str, data: Path) -> subprocess.Popen:
 
 
 def end(launched: subprocess.Popen, seconds: float = 540) -> int:
-    """Wait for a launcher; whatever happens, nothing that it started goes on."""
+    """Wait for a launcher; whatever happens, no process that it started goes on."""
     try:
         return launched.wait(timeout=seconds)
     finally:
@@ -387,7 +387,7 @@ def end(launched: subprocess.Popen, seconds: float = 540) -> int:
 
 
 def run_until_done(folder: Path, options: str, data: Path, iterations: int) -> list[dict]:
-    """The rows of a run that gets so far. gloo may abort once all is done: the files count, and one retry is allowed."""
+    """Return the rows of a run that gets so far. gloo may abort once all is done: the files count, and one retry is allowed."""
     for _ in range(2):
         end(torchrun(folder, f"{options} --metrics rows.jsonl", data))
         if (folder / "checkpoint.pth.tar").exists() and load_checkpoint(folder)["iteration"] == iterations:
@@ -463,7 +463,7 @@ def test_checkpoint_of_two_shards_continues_in_one_process_and_the_other_way_rou
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["--opt-level O1", "--opt-level O2", "--opt-level O2 --fsdp"])
 def test_two_processes_learn_the_digits(digits, tmp_path, options):
-    """98.9, 98.4 and 98.9% top-1 were measured, 97% are asked for."""
+    """Measured were 98.9, 98.4 and 98.9% top-1; the test asks for 97%."""
     recipe = "--b 32 --image-size 32 --augment none --epochs 6 --warmup-epochs 1 --schedule cosine"
     rows = run_until_done(tmp_path, f"{recipe} {options}", digits["whole"], 6 * 22)
     assert rows[-1]["phase"] == "val" and rows[-1]["top1"] >= 97.0

@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def initialize(way: str, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """At an opt level, in bfloat16; ``"autocast"`` and ``"float32"`` leave the model as it is."""
+    """Initialize at an opt level, in bfloat16; ``"autocast"`` and ``"float32"`` leave the model as it is."""
     if way in LEVELS:
         ampkit.initialize(model, *optimizers, opt_level=way, verbosity=0, **IN_BFLOAT16.get(way, {}))
 
@@ -68,7 +68,7 @@ def train(
 
 
 def distance(found: list[Run], wanted: list[Run]) -> float:
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = (torch.stack([run.losses for run in runs]) for runs in (found, wanted))
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
@@ -92,7 +92,7 @@ def assert_as_close_to_float32_as_autocast(
     task: Callable[[torch.Generator], dict],
     rate: float,
 ) -> None:
-    """Losses and running statistics stay as close; every other buffer is float32's, bit for bit."""
+    """Assert that losses and running statistics stay as close; every other buffer is float32's, bit for bit."""
     runs = {way: [] for way in ("float32", "autocast", *LEVELS)}
     for seed in SEEDS:
         for way, made in runs.items():

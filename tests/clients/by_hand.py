@@ -16,13 +16,13 @@ OPTIMIZERS = {
 
 
 def settings_of(level):
-    """O2 in float16, which the CPU's default is not."""
+    """Return settings with float16 at O2, which the CPU's default is not."""
     settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
     return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
 
 
 def spoiled_at(level, step):
-    """The number of the step whose loss is infinite; None at O5, which looks for nothing."""
+    """Return the number of the step whose loss is infinite; None at O5, which checks nothing."""
     return step if level != "O5" else None
 
 
@@ -79,7 +79,7 @@ def trained_by_hand(
 
 
 def assert_clipped_as_in_float32(level, gradients, by, bound):
-    """The gradients of the first batch, clipped by "norm" or by "value"; returns their norm in float32."""
+    """Assert gradients of the first batch as clipped in float32 by "norm" or by "value"; returns their norm in float32."""
     twin = net_with_norm()
     loss_of(twin, 0).backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in twin.parameters()])

@@ -15,7 +15,7 @@ __all__ = ["AmpkitPrecision", "ModelCheckpoint", "Module", "WithForward", "train
 
 
 class Module(pl.LightningModule):
-    """Steps that call a part of it, and not its forward; the loss of the batch with that number is spoiled."""
+    """A module whose steps call a part of it, and not its forward; the loss of the batch with that number is spoiled."""
 
     def __init__(self, optimizer="AdamW", spoiled=None):
         super().__init__()

@@ -25,7 +25,7 @@ ORDERS = ("prepare, initialize", "initialize, prepare", "initialize, attach, pre
 
 @pytest.fixture
 def accelerator():
-    """Makes one that has not seen the settings of another test, which live in classes."""
+    """Return a factory of accelerators without the settings of another test, which live in classes."""
 
     def make(**settings):
         return accelerate.Accelerator(cpu=True, **settings)

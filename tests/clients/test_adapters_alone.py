@@ -75,7 +75,7 @@ def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks,
             return closure()
 
     class WeightAveraging:
-        """Lightning's: what stands behind the weights is not written to."""
+        """Lightning's callback: the float32 values behind the weights are not written to."""
 
         def _copy_average_to_current(self, module):
             for average, current in zip(self._average_model.module.parameters(), module.parameters()):

@@ -15,7 +15,7 @@ if importlib.util.find_spec("lightning") is None:
 
 @pytest.fixture(scope="module")
 def lightning():
-    """Imported before a test begins: it puts a function of its own in the place of torch.compile."""
+    """Import Lightning before a test begins: it replaces torch.compile by a function of its own."""
     lightning = importlib.import_module("lightning.fabric")
     for adapter in ("fabric", "lightning"):
         importlib.import_module(f"ampkit.integrations.{adapter}")

@@ -67,7 +67,7 @@ def trainer(folder, level, model=None, spoiled=None, **arguments):
 
 
 def by_hand(level, twin, spoiled=None, accumulate=1):
-    """With the model and the optimizer of a Trainer; (weights, state of the loss scale)."""
+    """Train by hand with the model and the optimizer of a Trainer; returns (weights, state of the loss scale)."""
 
     def loss_of(model, step, spoiled):
         batch = rows(spoiled)[step * ROWS : (step + 1) * ROWS]

@@ -1,4 +1,4 @@
-"""Under torchrun: ``train_on_two.py FRAMEWORK LEVEL FILE`` trains on two processes, and writes what each rank has come to."""
+"""Under torchrun: ``train_on_two.py FRAMEWORK LEVEL FILE`` trains on two processes, and writes the result of each rank."""
 
 import math
 import sys

@@ -50,7 +50,7 @@ def assert_as_printed(printed, expected):
 
 
 def is_installed(package):
-    """Blocks titled "with PACKAGE" run where it is; those without a title run everywhere."""
+    """Whether a package is installed. Blocks titled "with PACKAGE" need theirs; blocks without a title run everywhere."""
     return not package or importlib.util.find_spec(package) is not None
 
 
@@ -89,7 +89,7 @@ def printed_by(script):
 
 
 def test_the_readme_begins_with_a_loop_and_its_two_lines():
-    """Without them it is a loop of plain torch, which prints what the page says of it."""
+    """Without the two lines the README's loop is plain torch, which prints what the page says of it."""
     (_, _, script), (_, _, with_them), (_, title, without) = fences(ROOT / "README.md")[:3]
     lines = [line for line in script.splitlines() if line.strip()]
     assert len(lines) <= 20 and [line for line in lines if "ampkit." in line] == [

@@ -104,7 +104,7 @@ def own_optimizer_with_state_like_gradients(run):
 
 
 class WatchingSGD(torch.optim.SGD):
-    """Adds something of its own to torch's step: a slow average of gradients, amplified."""
+    """An optimizer that adds to torch's step: a slow average of gradients, amplified."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -261,7 +261,7 @@ def gradients_handed_over_by_the_private_name(run):
 
 @script()
 def gradients_shared_once(run):
-    """Zeroed in place from then on: both models keep the same gradients."""
+    """Share gradients once and zero them in place from then on: both models keep the same gradients."""
 
     def hand_over(theirs, mine):
         if theirs.grad is None:
@@ -272,7 +272,7 @@ def gradients_shared_once(run):
 
 @script()
 def gradients_given_to_a_deep_copy(run):
-    """A look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
+    """Look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
     model, optimizer, x, y = regression()
     way, losses = way_of(model), []
     run.begin(model, optimizer)
@@ -386,7 +386,7 @@ class Projected(torch.optim.Optimizer):
 
 @script()
 def galore_as_a_class_beside_the_session(run):
-    """Its optimizer is not given to initialize."""
+    """Step with an optimizer that is not passed to initialize."""
     model, optimizer, x, y = regression(rows=96, make=Projected)
     way, losses = way_of(model), []
     run.begin(model)

@@ -217,7 +217,7 @@ def one_loss_goes_backward_twice(run):
 
 
 def kept_alias(run, backward):
-    """Who keeps ``p.grad`` sees what the next backward passes add."""
+    """Keep aliases of ``p.grad``, which show what the next backward passes add."""
     model, optimizer, x, y = regression(lr=0.05)
     run.begin(model, optimizer)
     parts = list(zip(x.split(8), y.split(8)))
@@ -273,7 +273,7 @@ def penalty_in_the_third_micro_batch_without_blocks(run):
 
 @script()
 def long_accumulation(run):
-    """A sum of 200 terms, of which bfloat16 would lose the last ones."""
+    """Accumulate a sum of 200 terms, of which bfloat16 would lose the last ones."""
     model, optimizer, x, y = regression()
     run.begin(model, optimizer)
     for index in range(200):
@@ -369,7 +369,7 @@ def gradients_taken_out_and_put_in(run):
 
 @script(ALL)
 def masks_by_hooks_before_initialize(run):
-    """On matrices and biases, in float32."""
+    """Mask matrices and biases, in float32."""
     model, optimizer, x, y = regression()
     for p in model.parameters():
         mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
@@ -408,7 +408,7 @@ def hook_put_on_between_passes_over_one_graph(run):
 
 
 class Halves(torch.autograd.Function):
-    """A product with one of two weights: the other gets no gradient."""
+    """A product with one of two weights: the other weight gets no gradient."""
 
     @staticmethod
     def forward(ctx, x, one, other, index):
@@ -498,7 +498,7 @@ def steps_in_hooks(run):
 
 @script(("O4", "O5"))
 def steps_in_hooks_without_initialize(run):
-    """The model alone is given to initialize."""
+    """Initialize the model alone."""
     model, _, x, y = regression()
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
     losses, way = [], way_of(model)

@@ -26,7 +26,7 @@ def line_of(function, text):
 
 
 def a_divergence(x, y):
-    """The KL divergence between distributions that are nearly equal."""
+    """Return the KL divergence between distributions that are nearly equal."""
     log_p, log_q = F.log_softmax(x, -1), F.log_softmax(y, -1)
     difference = log_p - log_q
     return (log_p.exp() * difference).float().sum(-1).mean()
@@ -40,7 +40,7 @@ def logits():
 
 
 def run(x, y, dtype):
-    """Loss and gradient of the divergence; ``x`` is born in bfloat16, ``y`` is cast to it where that is the dtype."""
+    """Return loss and gradient of the divergence; ``x`` is created in bfloat16, ``y`` is cast to it where that is the dtype."""
     leaf = x.bfloat16().to(dtype).requires_grad_()
     loss = a_divergence(leaf, y.to(dtype))
     loss.backward()

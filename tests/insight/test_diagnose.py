@@ -632,7 +632,7 @@ def test_complex_numbers_and_sparse_gradients_are_looked_at():
 
 
 def everything(model, optimizer):
-    """Bits of all that training changes, and of what comes next."""
+    """Return the bits of all that training changes, and of the random numbers to come."""
     state = [*model.state_dict().values(), *(param.grad for param in model.parameters())]
     state += [value for one in optimizer.state.values() for value in one.values()]
     state += [torch.get_rng_state(), torch.tensor(random.getstate()[1][:8])]
@@ -681,7 +681,7 @@ def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
 
 
 def test_a_cure_that_is_named_cures_when_it_is_done():
-    """The settings that diagnose prints, given to `initialize`."""
+    """Pass the settings that diagnose prints to `initialize`."""
 
     class Square(nn.Module):
         def forward(self, y):

@@ -378,7 +378,7 @@ DIVERGES = """
 
 
 def test_gradients_that_spike_in_finite_numbers_have_a_line_and_a_number(tmp_path, capsys):
-    """A row of 2, whose deviation is 0, is 2 / 1e-5 = 2e5: its gradient is that of some ones times 4e10."""
+    """A row of 2, whose deviation is 0, becomes 2 / 1e-5 = 2e5: its gradient is that of ones times 4e10."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(MODEL.replace("0.1", "1e-9") + SPIKES))
     assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), str(script)]) == 0

@@ -39,7 +39,7 @@ def backward(loss, optimizer):
 
 
 def rows_here(record, case, phase="forward"):
-    """The rows of the lines of ``case`` that end in ``# here``."""
+    """Return the rows of the lines of ``case`` that end in ``# here``."""
     lines, first = inspect.getsourcelines(case)
     here = {first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")}
     return [row for row in record.calls if row.file == __file__ and row.line in here and row.phase == phase]

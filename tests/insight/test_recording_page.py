@@ -1,4 +1,4 @@
-"""The page of a recording: it asks for nothing from elsewhere, and shows the source with the rows of each line."""
+"""The page of a recording: it loads nothing from elsewhere, and shows the source with the rows of each line."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def page(tmp_path_factory):
 
 
 class Reader(HTMLParser):
-    """Tags with their attributes, in order; tags that are open; text."""
+    """A parser of tags with their attributes, in order; tags that are open; text."""
 
     def __init__(self, html):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`tune`: figures that are known on paper or computed here beside it, the rule, what it writes, and what it refuses."""
+"""`tune`: figures known on paper or computed here, the rule, the files it writes, and what it refuses."""
 
 import dataclasses
 import importlib.util
@@ -176,7 +176,7 @@ def test_a_way_that_fails_in_a_turn_leaves_the_others(monkeypatch):
 
 
 def row(way, milliseconds, mib, off=0.0, lost=0.0, **more):
-    """Losses are ``off`` from those of float32, 1.0 each."""
+    """Return a row of losses that are ``off`` from those of float32, 1.0 each."""
     seconds = [milliseconds * 1e-3] * 4
     return Row(
         Way(*way.split()), seconds=seconds, peak_bytes=mib << 20, losses=[1 + off] * 3, lost_updates=lost, **more

@@ -39,7 +39,7 @@ def train_in_float32(model, optimizer, times=3):
 
 
 def assert_close_to(model, twin):
-    """The float32 values, and the outputs, of a model at O2 against the same one in float32, after the same steps."""
+    """Assert that values and outputs of a model at O2 are close to the same model in float32, after the same steps."""
     values, wanted = model.state_dict(), twin.state_dict()
     assert values.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -360,7 +360,7 @@ def test_encoder_of_two_calls_belongs_to_the_second(caplog):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_model_without_a_forward_trains(level):
-    """Its parts are called by the script: a ModuleDict, a class with a training_step only."""
+    """The script calls the parts of the model: a ModuleDict, a class with a training_step only."""
     torch.manual_seed(0)
     parts = nn.ModuleDict({"up": nn.Linear(4, 8), "norm": nn.LayerNorm(8), "down": nn.Linear(8, 2)})
     twin = copy.deepcopy(parts)
@@ -426,7 +426,7 @@ def by_vector(target, online):
 
 
 def target_after(update, frozen, level):
-    """A target network that is a model of its own, as in SAC and DQN; how far it has moved, and its dtype."""
+    """Train a separate target network, as in SAC and DQN; returns how far it has moved, and its dtype."""
     online = make_net()
     target = copy.deepcopy(online).requires_grad_(not frozen)
     start = copy.deepcopy(target.state_dict())
@@ -475,7 +475,7 @@ def test_forwards_that_are_no_plain_functions_are_called_as_python_does(level):
 
 
 def test_what_an_optimizer_trains_is_stored_in_lower_precision():
-    """Not what it holds and does not move: the key encoder of MoCo, which gives all parameters to its optimizer, is an average."""
+    """Except those that it holds and does not move: MoCo gives all parameters to its optimizer, and the key encoder is an average."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
@@ -629,7 +629,7 @@ def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_tr
 
 
 class Decoder(torch.nn.Module):
-    """Multiplies by the weight of an encoder, which it does not call."""
+    """A decoder that multiplies by the weight of an encoder, which it does not call."""
 
     def __init__(self, encoder):
         super().__init__()

@@ -167,7 +167,7 @@ def test_at_o5_a_part_computes_as_inside_of_its_model_and_a_weight_used_outside_
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_the_functions_inside_a_model_hand_on(level):
-    """Softmax, norms and powers compute in float32 and return the precision they were given; sums and losses float32."""
+    """Softmax, norms and powers compute in float32 and return their inputs' precision; sums and losses return float32."""
     seen = {}
 
     class Whole(nn.Linear):

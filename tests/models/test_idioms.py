@@ -50,7 +50,7 @@ def own_loss(model, *batch):
 
 
 class Parts(nn.Module):
-    """Modules and parameters, and buffers, which are handed in as tensors."""
+    """A module of modules and parameters, and buffers, which are passed as tensors."""
 
     def __init__(self, **parts: Any):
         super().__init__()
@@ -94,7 +94,7 @@ def idiom(parts: Callable[..., dict], *row, variants: Mapping[str, Any] | None =
 def run(
     row: Idiom, seed: int, level: str | None = None, region=contextlib.nullcontext, adapt=None, steps=STEPS, **settings
 ):
-    """The loss of each step and the buffers at the end: at a level, or of the script as it is."""
+    """Return the loss of each step and the buffers at the end: at a level, or of the script as it is."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = row.make_model()
@@ -116,7 +116,7 @@ def run(
 
 
 def distance(found, wanted):
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = torch.stack(found), torch.stack(wanted)
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
@@ -248,7 +248,7 @@ def scaled_dot_product_attention(self, ids):
 
 
 def projections(**others):
-    """Keys and queries that point one way, so that what turns them tells positions apart; values that are what comes in."""
+    """Keys and queries that point one way, so that what turns them tells positions apart; values are equal to the input."""
     parts = dict(qkv=nn.Linear(16, 48), out=nn.Linear(16, 16), **others)
     nn.init.constant_(parts["qkv"].bias[:32], 4.0)
     nn.init.eye_(parts["qkv"].weight[32:])

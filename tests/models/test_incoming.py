@@ -19,7 +19,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
 
 
 class Net(nn.Module):
-    """Two layers around a norm, a frozen layer, and a buffer that the forward writes to by putting another one in its place."""
+    """Two layers around a norm, a frozen layer, and a buffer that the forward replaces by a new tensor."""
 
     def __init__(self):
         super().__init__()

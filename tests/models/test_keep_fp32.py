@@ -30,14 +30,14 @@ def level(request):
 
 
 class Head(nn.Sequential):
-    """A type of its own, to be named in keep_fp32."""
+    """A head with a type of its own, to be named in keep_fp32."""
 
     def __init__(self):
         super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 
 
 class Net(nn.Module):
-    """A head between layers in lower precision, which notes what the head was given and what it returned."""
+    """A model with a head between layers in lower precision, which notes the head's inputs and outputs."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class ByForward(Net):
 
 
 class ByLayers(Net):
-    """The head is never called, its layers are."""
+    """A model that never calls its head, only the head's layers."""
 
     def run_head(self, x):
         for layer in self.head:
@@ -88,7 +88,7 @@ def distance(found, exact):
 
 
 def is_float32s(found, exact):
-    """Whether numbers were computed in float32; in bfloat16 they were certainly not within 1e-5."""
+    """Whether numbers were computed in float32; bfloat16 numbers would not be within 1e-5."""
     return found.dtype is F32 and distance(found.detach(), exact.detach()) < 1e-5
 
 
@@ -342,7 +342,7 @@ class Noting(nn.Linear):
 
 
 def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
-    """torch has one kernel for the whole layer, which would not call its parts."""
+    """torch has one kernel for the whole layer, which would not call the layer's parts."""
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     model[0].linear1 = Noting(8, 16)
     initialized(model, level, keep_fp32="0.linear1")
@@ -482,7 +482,7 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
 def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
-    """torch's kernel writes to them, and takes no lower precision."""
+    """torch's kernel writes to the ranges, and takes no lower precision."""
     quantization = pytest.importorskip("torch.ao.quantization")
     model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 3), nn.ReLU(), quantization.DeQuantStub()).train()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")

@@ -22,7 +22,7 @@ def sine(*shape):
 
 
 class Net(nn.Module):
-    """Gives a layer what it has made itself, in the precision of ``made_in``."""
+    """A model that gives a layer a tensor of its own making, in the precision of ``made_in``."""
 
     def __init__(self, layer, call):
         super().__init__()
@@ -125,7 +125,7 @@ def test_layer_in_a_region_without_casts_computes_with_the_float32_value_of_its_
 
 
 def test_functional_call_with_float32_weights_casts_as_the_model_does():
-    """``state_dict()`` is float32 at O2; an average of it may be called so."""
+    """``state_dict()`` is float32 at O2; functional_call may take an average of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     model = ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
@@ -163,7 +163,7 @@ def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
 
 
 def test_what_functional_call_lends_is_given_back():
-    """Its graph holds the activations of a whole forward."""
+    """The graph of lent weights holds the activations of a whole forward."""
     model = ampkit.initialize(nn.Linear(3, 2), opt_level="O2", verbosity=0, cast_model_type=LOW)
     lent = model.weight * 2
     gone = weakref.ref(lent)

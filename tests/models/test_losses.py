@@ -111,7 +111,7 @@ def batch():
 
 
 def expected_of(outputs, labels):
-    """The losses in float64, of the logits that were computed."""
+    """Return the losses in float64, of the logits that were computed."""
     logits = outputs["logits"].double()
     return F.cross_entropy(logits, labels), (logits - 1).square().mean()
 

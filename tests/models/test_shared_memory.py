@@ -1,4 +1,4 @@
-"""Two parameters over the same memory: one weight in float32, and refused where another dtype would make two of it."""
+"""Two parameters over the same memory: one weight in float32, and refused where another dtype would split it in two."""
 
 import logging
 

@@ -54,7 +54,7 @@ def whole(model, optimizer):
 
 
 def checkpointed(way, rank, count, folder):
-    """Three steps, a checkpoint, and three more: the float32 values then and now."""
+    """Take three steps, a checkpoint, and three steps more; return the float32 values then and now."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 

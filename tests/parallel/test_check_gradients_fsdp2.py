@@ -1,4 +1,4 @@
-"""``check_gradients`` under FSDP2, on two gloo processes: what is not finite in the shard of one process skips the step on both."""
+"""``check_gradients`` under FSDP2, on two gloo processes: non-finite values in the shard of one process skip the step on both."""
 
 import math
 
@@ -33,7 +33,7 @@ def net():
 
 
 def shards(model, optimizer):
-    """Copies of the weights and of what the optimizer keeps, as far as they lie on this process."""
+    """Copies of the weights and of the optimizer's state, as far as they lie on this process."""
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [local(x).detach().clone() for x in (*model.parameters(), *states)]
 

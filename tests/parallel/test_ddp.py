@@ -117,7 +117,7 @@ def test_overflow_on_one_rank_skips_on_both_and_keeps_their_scales_equal(results
 
 
 def test_a_rank_that_accumulates_alone_would_be_noticed():
-    """The tolerance above tells the joined batch from one rank's own: the comparison can fail."""
+    """The tolerance above tells the joined batch from the batch of one rank: the comparison can fail."""
     twin = copy.deepcopy(net_with_norm()).double()
     for x, y in data(0):
         F.mse_loss(twin(x.double()), y.double()).backward()

@@ -237,7 +237,7 @@ def born_in_bfloat16(rank):
 
 
 def written_while_sharded(rank):
-    """At O1: the outputs before and after the sharded weights are written to, where torch counts no write to what is gathered."""
+    """Return outputs at O1 before and after writes to the sharded weights, where torch counts no write to gathered weights."""
     model = sharded(Net(), "O1")
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     x = torch.ones(2, 6)
@@ -531,7 +531,7 @@ def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
 
 @pytest.fixture
 def shards_of_one(group_of_one):
-    """A model in one group of FSDP2, on a process of its own; and that group, its state and its first parameter."""
+    """A model in one group of FSDP2, on this process alone; and that group, its state and its first parameter."""
     model = fully_shard(nn.Linear(6, 3), opt_level="O1")
     state = model._get_fsdp_state()
     group = state._fsdp_param_group

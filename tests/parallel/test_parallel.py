@@ -84,7 +84,7 @@ def convolution() -> nn.Module:
 
 
 def images() -> list[torch.Tensor]:
-    """Two of each rank, of different size."""
+    """Two images of each rank, of different size."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(2, 1, 5, 5, generator=generator) * (1 + rank) for rank in range(2)]
 

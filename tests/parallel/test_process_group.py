@@ -45,7 +45,7 @@ def blocks_of(step, how, rank=None):
 
 
 def train(rank, case):
-    """Four steps, of which rank 1 may meet an infinite loss in the second: weights, who skipped, and the scales."""
+    """Take four steps; rank 1 may meet an infinite loss in the second. Returns weights, skipped steps, and the scales."""
     level, fused, how = case
     model = net_with_norm()
     optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
@@ -77,7 +77,7 @@ SENT = [("O0", "none"), ("O1", "none"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "
 
 
 def train_with_hook(rank, level, hook):
-    """Four steps under DDP, of which rank 1 spoils the second: weights, who skipped, and the bytes that each step sent."""
+    """Take four steps under DDP; rank 1 spoils the second. Returns weights, skipped steps, and the bytes that each step sent."""
     model = net_with_norm()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = ampkit.DynamicLossScale(init_scale=2.0**8)  # gradients times 2^16 would not fit into a hook's float16
@@ -131,7 +131,7 @@ TOUCHED = {
 
 
 def touched(rank, case, level, fused, through_masters):
-    """Take three steps. In the second, gradients of rank 1 stop being finite: behind the block, but for the forgotten group's."""
+    """Take three steps. In the second, gradients of rank 1 stop being finite: after the block, except for the forgotten group."""
     group = {"all": dist.group.WORLD, "one": ALONE[rank] if case == "written in a group of one" else None}
     over = TOUCHED[case]
     settings = {} if over is None else {"process_group": group[over.split(",")[0]]}
@@ -255,7 +255,7 @@ def test_ranks_train_as_in_float32_and_an_overflow_on_one_skips_on_both(averaged
 
 
 def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
-    """Weights are equal on both ranks, and as in float32 after these steps, each over joined batches."""
+    """Assert that weights are equal on both ranks, and as in float32 after these steps, each over joined batches."""
     rank0, rank1 = (rank["weights"] for rank in ranks)
     assert all(torch.equal(rank0[name], rank1[name]) for name in rank0)
     twin = net_with_norm()
@@ -275,7 +275,7 @@ def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
 @pytest.mark.slow
 @pytest.mark.parametrize("level, hook", SENT)
 def test_gradients_travel_in_the_precision_of_weights_or_of_the_hook(results, level, hook):
-    """Two layers of 6 * 8 + 8 and 8 * 3 + 3 values; a norm of 16, which is float32 at O2."""
+    """The layers have 6 * 8 + 8 and 8 * 3 + 3 values; a norm has 16, which is float32 at O2."""
     layers, norm = 6 * 8 + 8 + 8 * 3 + 3, 16
     expected = 2 * layers + 4 * norm if level == "O2" else (4 if hook == "none" else 2) * (layers + norm)
     ranks = [rank["hooks"][str((level, hook))] for rank in results]

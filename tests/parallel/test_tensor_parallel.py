@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def parallelized(mesh, sequence):
-    """The net over a mesh; with ``sequence`` each process has norms' inputs for some of the tokens only."""
+    """Return the net over a mesh; with ``sequence`` each process has the norms' inputs of some tokens only."""
     model = Net()
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -94,7 +94,7 @@ def float32(skipped=()):
 
 
 def trained(model, level, place=0, count=1, spoils=False):
-    """Steps, clipped, of which the process that ``spoils`` meets an infinite loss in one: weights, who skipped, the scale."""
+    """Take clipped steps; a process that ``spoils`` meets an infinite loss in one. Returns weights, skipped steps, the scale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = 1.0 if level in ("O4", "O5") else "dynamic"
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
@@ -143,7 +143,7 @@ def work(rank):
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process_in_float32(tmp_path):
-    """Exactly at O0, to bfloat16's rounding at others; norms that each rank sees some tokens of, clipping, an inf on one rank."""
+    """O0 is exact, others up to bfloat16's rounding; each rank's norms see some tokens; with clipping, and an inf on one rank."""
     ranks = results_of_ranks(__file__, tmp_path, 4)
     start = Net().state_dict()
     for key in ranks[0]:

@@ -119,7 +119,7 @@ def test_a_look_at_a_float32_values_data_keeps_what_was_written_to_the_weight():
 
 
 def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
-    """Its memory has no address to be known by."""
+    """The memory of a sparse tensor has no address to be known by."""
     held = prepared()
     sparse = torch.tensor([1.0, 0.0, 2.0, 0.0]).to_sparse()
     dist.all_reduce(sparse)
@@ -144,7 +144,7 @@ def trained(rank, case):
 
 
 def stepped_after_a_broadcast(rank, case):
-    """Fifty equal steps after weights were broadcast by hand, before any forward."""
+    """Take fifty equal steps after weights were broadcast by hand, before any forward."""
     model, optimizer = prepared(case, seed=rank)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)

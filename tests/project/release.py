@@ -62,7 +62,7 @@ def try_out(file: Path, folder: Path, tests: Path, extension: str) -> None:
 
 
 def tagged(wheel: Path, folder: Path) -> None:
-    """Put the wheel into the folder, tagged with the oldest glibc that it runs with, where auditwheel is here."""
+    """Put the wheel into the folder; where auditwheel is installed, tag it with the oldest glibc that it runs with."""
     if importlib.util.find_spec("auditwheel") is None:
         print(f"auditwheel is not installed: {wheel.name} keeps its tag, which PyPI refuses")
         shutil.copy(wheel, folder)

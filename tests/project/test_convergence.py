@@ -16,7 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/ or benchmarks/convergence/, which is forgotten afterwards."""
+    """Import a module of benchmarks/ or benchmarks/convergence/, which is forgotten afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(BENCHMARKS / "convergence"))
@@ -37,7 +37,7 @@ def task(load):
 
 
 def by_hand(task, autocast):
-    """The losses of the task in torch alone: one loop, as a script has it."""
+    """Return the losses of the task in torch alone: one loop, as a script has it."""
     x, y = task.data()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)

@@ -82,7 +82,7 @@ def imported_modules(source, package, modules):
 
 
 def circles(graph):
-    """The imports that are part of a circle: from what is imported a way leads back to what imports it."""
+    """Return the imports that are part of a circle: a chain of imports leads back from the imported module to the importing one."""
 
     def reached_from(module):
         reached, waiting = set(), [module]

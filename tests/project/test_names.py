@@ -129,7 +129,7 @@ def resolved(dotted):
 
 
 def resolved_in_adapter(module, *name):
-    """Read and not imported, since its framework may be missing."""
+    """Look names up in the source of an adapter, without an import: its framework may be missing."""
     tree = ast.parse((ROOT / "ampkit" / "integrations" / f"{module}.py").read_text())
     if not set(name) <= {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}:
         raise AttributeError(f"{module} has no {name}")

@@ -168,7 +168,7 @@ def test_state_dict_round_trip_continues_the_count():
 
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_state_dict_round_trip_keeps_the_patience_of_a_hysteresis(before):
-    """Three overflows in a row lower the scale of 8: those before the checkpoint and those after it count together."""
+    """Three overflows in a row lower the scale of 8: overflows before and after the checkpoint count together."""
     rule = DynamicLossScale(init_scale=8.0, hysteresis=3)
     scaler, resumed = LossScaler(rule), LossScaler(rule)
     iterate(scaler, *[1] * before)

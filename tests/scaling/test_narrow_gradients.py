@@ -1,4 +1,4 @@
-"""At O5 the gradient of a large matrix is bfloat16 until a script reads it, and what torch.autocast makes of the same passes."""
+"""At O5 the gradient of a large matrix is bfloat16 until a script reads it; torch.autocast on the same passes is the reference."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 class Net(nn.Module):
-    """Two matrices of 8,192 elements and one of 64, of whose gradients each is a single product in bfloat16."""
+    """A model with two matrices of 8,192 elements and one of 64; the gradient of each is a single product in bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def in_a_checkpoint(script, use_reentrant):
 
 
 def between(*lines):
-    """These lines between a backward pass and another one."""
+    """Return a script that runs ``lines`` between two backward passes."""
     return lambda script: (once(script, 0), *(line(script) for line in lines), once(script, 1))
 
 
@@ -232,7 +232,7 @@ of_both_sizes = pytest.mark.parametrize("rows", [300, 1100], ids=["whole", "rows
 
 
 class Tied(nn.Module):
-    """A table with its padding in row 3, and a head, which may be the table."""
+    """A model with a table that has its padding in row 3, and a head, which may be the table."""
 
     def __init__(self, tied, rows):
         super().__init__()
@@ -249,7 +249,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied, batches, rows):
-    """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one of them."""
+    """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one gradient."""
     words = torch.full((batches, 10, 100), 7)
     words[:, :, 0] = 3
     tables = []
@@ -372,7 +372,7 @@ def test_an_optimizer_that_was_not_initialized_steps_over_float32_gradients():
 
 
 def test_threads_may_read_a_gradient_at_once():
-    """With the graph gone torch has no lock for a weight: one reader must not replace the gradient that another one reads."""
+    """With the graph gone torch has no lock for a weight: a reader must not replace the gradient that another reader uses."""
     script, readers = Script("O5"), 4
     params = list(script.model.parameters())
     barrier, rounds, interval = threading.Barrier(readers + 1), 200, sys.getswitchinterval()
@@ -404,7 +404,7 @@ def test_threads_may_read_a_gradient_at_once():
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype):
-    """1.5 is exact in all of them; at O2 a weight in lower precision may have a float32 gradient."""
+    """1.5 is exact in every dtype; at O2 a weight in lower precision may have a float32 gradient."""
     model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=1.0), level)
     weight = model.first.weight
     before = model.state_dict()["first.weight"].clone()

@@ -11,7 +11,7 @@ X = torch.ones(1, 4)
 
 
 def two_of_each(levels):
-    """Two models without a bias and their optimizers: of one session, or of two where the levels differ."""
+    """Return two models without a bias and their optimizers: of one session, or of two where the levels differ."""
     models = [nn.Linear(4, 2, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     if levels[0] == levels[1]:

@@ -1,4 +1,4 @@
-"""Running statistics stay finite: what is not goes back to its last finite value, the rest stays as forwards have made it."""
+"""Running statistics stay finite: non-finite ones go back to their last finite value, others stay as forwards have made them."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from ampkit.parallel import convert_syncbn_model
 
 
 class AddsUp(nn.Module):
-    """A norm of somebody's own, which makes new running statistics instead of writing to the old ones."""
+    """A user's own norm, which makes new running statistics instead of writing to the old ones."""
 
     def __init__(self, width):
         super().__init__()
@@ -34,7 +34,7 @@ class AddsUp(nn.Module):
 
 
 class Net(nn.Sequential):
-    """Every kind of running statistics, without parameters of its own and without a momentum too; one norm is frozen."""
+    """A model with every kind of running statistics, without parameters and without a momentum too; one norm is frozen."""
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def train(model, optimizer, data, **flags):
 
 
 def see(plain, loss):
-    """A backward pass of plain torch whose step is left out; then what is not finite is put back by hand."""
+    """Run a backward pass of plain torch without a step; then restore by hand what is not finite."""
     before = buffers_of(plain)
     loss().backward()
     plain.zero_grad()
@@ -196,7 +196,7 @@ class Adversaries(nn.Module):
 
 
 def initialize_both(pair, optimizers, sessions, **settings):
-    """The generator and the critic, in one session or in one each."""
+    """Initialize the generator and the critic, in one session or in a session each."""
     settings = {"verbosity": 0, **settings}
     if sessions == 1:
         ampkit.initialize([pair.generator, pair.critic], optimizers, **settings)
@@ -207,7 +207,7 @@ def initialize_both(pair, optimizers, sessions, **settings):
 
 @pytest.mark.parametrize("name, sessions", [("FusedSGD", 1), ("SGD", 2), ("fused AdamW", 1), ("RMSprop", 2)])
 def test_generator_and_critic(name, sessions):
-    """The generator runs in the critic's iterations too, and whatever has run has counted the batch."""
+    """The generator runs in the critic's iterations too, and each module that has run has counted the batch."""
     plain, pair = Adversaries(), Adversaries()
     plain_optimizers, optimizers = (
         [OPTIMIZERS[name](model.parameters()) for model in (own.generator, own.critic)] for own in (plain, pair)
@@ -302,7 +302,7 @@ def test_a_forward_in_eval_mode_is_finite_after_a_bad_batch_whose_step_the_scrip
 
 @pytest.mark.parametrize("level, name", [("O4", "FusedSGD"), ("O5", "SGD"), ("O5", "RMSprop")])
 def test_statistics_stay_finite_without_any_block(level, name):
-    """At loss scale 1 scripts may leave `scale_loss` out. RMSprop's gradients are looked at where that is asked for."""
+    """At loss scale 1 scripts may leave `scale_loss` out. RMSprop's gradients are checked on request."""
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS[name], level, check_gradients=True)
     good, bad = batches(2, 1)
     for count in range(1, 4):
@@ -363,7 +363,7 @@ def test_a_forward_that_is_computed_again_in_the_backward_pass():
 
 
 def test_a_compiled_model():
-    """The graph updates the statistics; they are looked at outside of it, for the first trace as for each later call."""
+    """The graph updates the statistics; they are checked outside of it, for the first trace as for each later call."""
     good = batches(2, None)
     bad = good[0] * math.inf
     data = [bad, good[0], bad, good[1]]
@@ -460,7 +460,7 @@ def test_what_was_written_after_a_forward_stays(write, trial):
 
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_a_norm_that_came_after_initialize(leaves_out):
-    """``leaves_out``: what the last forward has left is not finite when the norm comes."""
+    """With ``leaves_out`` the last forward has left non-finite statistics when the norm comes."""
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale="dynamic")
     good, bad = batches(2, 1)
     train(model, optimizer, [good])

@@ -1,4 +1,4 @@
-"""``backward(create_graph=True)`` inside of a block: what is differentiated once more is unscaled too."""
+"""``backward(create_graph=True)`` inside of a block: second derivatives are unscaled too."""
 
 import pytest
 import torch

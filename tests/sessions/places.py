@@ -106,7 +106,7 @@ def forked_child(action):
 
 
 def spawned_child(action):
-    """A session begins in a child, which imports this module anew; it ends there as anywhere."""
+    """Begin a session in a child, which imports this module anew; it ends there as anywhere."""
     child = torch.multiprocessing.get_context("spawn").Process(target=_all_levels_in_a_child)
     child.start()
     child.join()
@@ -122,7 +122,7 @@ def _all_levels_in_a_child():
 
 
 def unpacking(action):
-    """Hooks on saved tensors run amid a backward pass, as offloading's do."""
+    """Run in hooks on saved tensors, amid a backward pass, as offloading does."""
 
     def unpack(saved):
         if todo:
@@ -140,7 +140,7 @@ def reentrant_recomputation(action):
 
 
 def operator_in_python(action):
-    """The dispatcher calls Python for an operator of a script's own."""
+    """Run in Python that the dispatcher calls, for a custom operator of a script."""
     if not _todo_of_operator:
         library = torch.library.Library("ampkit_places", "DEF")
         library.define("act(Tensor x) -> Tensor")
@@ -154,7 +154,7 @@ _todo_of_operator = []  # first the library
 
 
 def generator(action):
-    """Code that is left and entered again, inside of a region of its own."""
+    """Run in code that is left and entered again, inside of a region of its own."""
 
     def steps():
         with torch.autocast("cpu", torch.bfloat16):
@@ -268,7 +268,7 @@ right = {}
 
 
 def cell(place, way, level):
-    """Problems of one cell."""
+    """Return the problems of one cell."""
     import ampkit
 
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Neighbours of the scripts that went wrong at a border of a session: beside each kind, others of the same cause, as rows."""
+"""Neighbours of scripts that failed at a border of a session: for each kind, other scripts with the same cause, as rows."""
 
 import concurrent.futures
 import contextlib
@@ -39,7 +39,7 @@ def gelus():
 
 
 class Stubborn(nn.Linear):
-    """A model that cannot be asked for its parts any more once it is ``broken``."""
+    """A model that raises when asked for its parts once it is ``broken``."""
 
     broken = False
 
@@ -216,7 +216,7 @@ def test_trace_of_an_initialized_model_computes_as_the_model(way, level):
 
 
 class Functional(nn.Module):
-    """Weights that go to functions of torch, which generated code calls beneath every wrapper."""
+    """A model whose weights go to functions of torch, which generated code calls beneath every wrapper."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ def test_torch_swaps_parameters_of_a_session(change, optimizer, dtype, keeps_gra
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_frozen_weight_of_a_wrapper_class_moves_with_its_model(level):
-    """torch swaps these without a flag."""
+    """torch swaps such weights without a flag."""
 
     def model():
         net = two_layers()

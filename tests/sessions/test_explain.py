@@ -1,4 +1,4 @@
-"""`ampkit.explain`: what it says beforehand is what initialize does, and what it says of a session is what is there."""
+"""`ampkit.explain`: its plan is what initialize does, and its report of a session is what is there."""
 
 import pytest
 import torch

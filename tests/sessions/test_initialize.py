@@ -137,7 +137,7 @@ def test_disabled_takes_anything_and_does_not_pile_up():
 
 
 class Slotted:
-    """A wrapper that no weak reference can be made to, and that says otherwise."""
+    """A wrapper that allows no weak references, and says otherwise."""
 
     __slots__ = ("inner",)
 
@@ -217,7 +217,7 @@ WRONG_OPTIMIZERS = {
 
 
 def test_fused_sgd_is_refused_where_it_does_not_step():
-    """torch's, over weights in lower precision on the CPU: it moves a few of them."""
+    """torch's fused SGD over lower-precision weights on the CPU steps only a few of them."""
     model, _ = make_pair()
     for level, refused in (("O3", True), ("O2", False), ("O1", False)):
         for fused in (True, False):
@@ -299,7 +299,7 @@ def test_scale_loss_is_refused_for_an_optimizer_never_passed():
 
 
 class FailingOperations(TorchDispatchMode):
-    """Calls ``step`` before every operation on tensors."""
+    """A mode that calls ``step`` before every operation on tensors."""
 
     def __init__(self, step):
         super().__init__()
@@ -345,7 +345,7 @@ def failing_at(number):
 
 
 def trained_pairs():
-    """Two models and their optimizers, with gradients and with state, and without a session."""
+    """Return two models and their optimizers, with gradients and with state, and without a session."""
     torch.manual_seed(0)
     second = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     pairs = [make_pair(), (second, torch.optim.AdamW(second.parameters(), lr=0.1))]
@@ -401,7 +401,7 @@ def test_optimizer_without_weak_references_leaves_no_session():
         __slots__ = ("param_groups", "state")
 
         def step(self):
-            """Nothing."""
+            """Do nothing."""
 
         zero_grad = step
 

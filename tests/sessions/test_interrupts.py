@@ -43,7 +43,7 @@ def cleaning_lines(path: str) -> frozenset[int]:
 
 
 class AtLine:
-    """Raises `Interrupted` at the line with this number, counted from 1, of those of ampkit that run inside."""
+    """A tracer that raises `Interrupted` at the line with this number, counted from 1, of the lines of ampkit that run inside."""
 
     def __init__(self, number: int) -> None:
         self.left = number

@@ -34,7 +34,7 @@ def integers(shape, seed):
 
 
 class Inexact(TorchDispatchMode):
-    """Notes the first operator that reads or makes a number which bfloat16 cannot hold."""
+    """A mode that notes the first operator that reads or makes a number which bfloat16 cannot hold."""
 
     found = None
 

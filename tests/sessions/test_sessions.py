@@ -24,7 +24,7 @@ def make_pair():
 
 
 def shrink_output(model, optimizer, times=1, **flags):
-    """Iterations that bring the output for ones towards zero; the last loss."""
+    """Run iterations that bring the output for ones towards zero; returns the last loss."""
     return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
 
 
@@ -50,7 +50,7 @@ def test_scalers_are_numbered_across_sessions():
 
 
 def fold(iterations):
-    """A pair at O1 whose loss scaler has counted so many iterations."""
+    """Return a pair at O1 whose loss scaler has counted ``iterations``."""
     pair = make_pair()
     ampkit.initialize(*pair, opt_level="O1", verbosity=0)
     if iterations:
@@ -95,7 +95,7 @@ def test_a_state_that_comes_before_initialize_is_told_to_come_after_it(caplog):
 
 
 def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
-    """A file that does not say which session was which is Apex's, or of one session: its order is that of the losses."""
+    """A file without session numbers is Apex's, or of one session: its order is the order of losses."""
     pair = make_pair()
     ampkit.initialize(*pair, opt_level="O1", num_losses=2, verbosity=0)
     ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": 10 + i} for i in range(3)})
@@ -117,7 +117,7 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
 
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O1"), ("O0", "O5")])
 def test_optimizers_of_two_sessions_share_a_loss(levels):
-    """Its loss scale is that of the first optimizer's session; gradients are those of float32, in each session."""
+    """The loss scale of a shared loss is that of the first optimizer's session; gradients are those of float32, in each session."""
     models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)]
     plain = copy.deepcopy(models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
@@ -176,7 +176,7 @@ def test_a_loss_is_not_shared_with_a_disabled_session():
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_threads_initialize_and_train_as_alone(where):
-    """Four at once, at levels of their own: the same weights, bit for bit."""
+    """Train in four threads at once, at levels of their own: the same weights, bit for bit."""
     levels = ("O1", "O2", "O4", "O5")
 
     def train(level, pair, initializes=True):
@@ -213,7 +213,7 @@ def test_threads_initialize_and_train_as_alone(where):
 
 
 def in_a_thread(work):
-    """The exception that this raises in a thread of its own, or None."""
+    """Run ``work`` in a thread of its own; returns the exception that it raises, or None."""
     raised = []
 
     def guarded():
@@ -229,7 +229,7 @@ def in_a_thread(work):
 
 
 def train_while(pair, meanwhile):
-    """An iteration at O2, with something else in the midst of its block."""
+    """Run an iteration at O2, with something else in the midst of its block."""
     loss = pair[0](torch.ones(2, 4)).float().square().mean()
     with ampkit.scale_loss(loss, pair[1]) as scaled:
         scaled.backward()
@@ -259,7 +259,7 @@ def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
 
 
 def test_a_thread_is_told_to_initialize_what_it_trains_itself():
-    """Else blocks of the thread that has initialized would touch gradients while it computes them."""
+    """Blocks of the thread that has initialized would otherwise touch gradients while another thread computes them."""
     pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
     refused = []
     train_while(pairs[0], lambda: refused.append(in_a_thread(lambda: shrink_output(*pairs[1]))))
@@ -386,7 +386,7 @@ def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1()
 
 
 def everything():
-    """Live tensors, objects of ours, hooks of torch.nn, torch's patches: counts that must not grow."""
+    """Count what must not grow: live tensors, ampkit's objects, hooks of torch.nn, torch's patches."""
     gc.collect()
     objects = gc.get_objects()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
@@ -638,7 +638,7 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
 
 @pytest.mark.parametrize("reads", (0, 1, 3), ids="{} reads of master_params".format)
 def test_a_model_that_is_gone_leaves_no_memory(reads):
-    """Float32 parameters that were lent and dropped keep nothing alive, without a forward or a step after them."""
+    """Float32 parameters that were made and dropped keep nothing alive, without a forward or a step after them."""
     gone = []
     for _ in range(3):
         model, optimizer = make_pair()
