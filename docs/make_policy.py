@@ -304,10 +304,10 @@ def evaluate(call: Callable, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 def errors_of(call: Callable, inputs: Inputs, exact: tuple[Tensor, Tensor | None]) -> tuple[float, float]:
     try:
-        found = evaluate(call, inputs)
+        computed = evaluate(call, inputs)
     except RuntimeError:
         return math.nan, math.nan
-    return tuple(map(relative_error, found, exact))
+    return tuple(map(relative_error, computed, exact))
 
 
 def relative_error(computed: Tensor | None, exact: Tensor | None) -> float:
@@ -349,13 +349,13 @@ def all_rows() -> list[str]:
 
 
 def differences(groups: Iterable[RuleGroup]) -> list[str]:
-    """The rows of another policy that say something else than the default."""
+    """The rows of another policy that differ from the default."""
     default = kinds(DEFAULT)
     lines = ["| function | default | here |", "|---|---|---|"]
     for (path, name), group in kinds(groups).items():
-        mine = default.get((path, name))
-        if getattr(owner_of(path), name, None) is not None and (mine is None or mine.kind is not group.kind):
-            before = WORDS[mine.kind] if mine else "-"
+        usual = default.get((path, name))
+        if getattr(owner_of(path), name, None) is not None and (usual is None or usual.kind is not group.kind):
+            before = WORDS[usual.kind] if usual else "-"
             lines.append(f"| `{path}.{name}` | {before} | {WORDS[group.kind]} |")
     return lines
 

@@ -79,9 +79,9 @@ def pytest_collection_modifyitems(config, items):
     that need GPUs.
     """
     if (left_out := LEFT_OUT.get(os.environ.get("AMPKIT_EXTENSION"))) is not None:
-        others = [item for item in items if left_out(item)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        useless = [item for item in items if left_out(item)]
+        config.hook.pytest_deselected(items=useless)
+        items[:] = [item for item in items if item not in set(useless)]
     if os.environ.get("AMPKIT_EMULATION") != "ptx":
         items[:] = [item for item in items if item.get_closest_marker("ptx") is None]
     if not cuda_is_emulated():

@@ -170,10 +170,10 @@ def take_steps(optimizer, params: Iterable[torch.Tensor], steps: Iterable[int]) 
         optimizer.step()
 
 
-def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float) -> None:
-    """Each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance), (mine, theirs)
+def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float) -> None:
+    """Assert each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance), (x, y)
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
@@ -267,8 +267,8 @@ def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, lev
     _steps_with(optimizer, plain, range(6, 9))
     expected.append(plain)
     for before, after in itertools.pairwise(expected):
-        for one, other in zip(before.parameters(), after.parameters()):
-            assert (one - other).abs().max() > 100 * tolerance, "steps that nobody would miss"
+        for x, y in zip(before.parameters(), after.parameters()):
+            assert (x - y).abs().max() > 100 * tolerance, "steps that nobody would miss"
 
     model, optimizer = initialize_quietly(model, make_optimizer, level, loss_scale=1.0)
     assert {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}

@@ -62,7 +62,7 @@ class Run:
         losses = []
         self.model.train()
         while self.iteration < until:
-            # Which images, is a function of the iteration: nothing about it has to be saved.
+            # The images are a function of the iteration: no state of the order has to be saved.
             generator = torch.Generator().manual_seed(self.args.seed + self.iteration)
             chosen = torch.randint(len(images), (self.args.batch_size,), generator=generator)
             x, y = images[chosen].to(DEVICE), labels[chosen].to(DEVICE)
@@ -78,8 +78,8 @@ class Run:
     @torch.no_grad()
     def accuracy(self, images: torch.Tensor, labels: torch.Tensor) -> float:
         self.model.eval()
-        found = [self.model(part.to(DEVICE)).argmax(1).cpu() for part in images.split(256)]
-        return (torch.cat(found) == labels).float().mean().item()
+        predicted = [self.model(part.to(DEVICE)).argmax(1).cpu() for part in images.split(256)]
+        return (torch.cat(predicted) == labels).float().mean().item()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -109,7 +109,7 @@ def load_images(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, t
         labels = torch.tensor(digits.target)
         return images[:1500], labels[:1500], images[1500:], labels[1500:]
     sets = [torchvision.datasets.CIFAR10(args.data, train, download=args.download) for train in (True, False)]
-    pairs = [(torch.tensor(one.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(one.targets)) for one in sets]
+    pairs = [(torch.tensor(part.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(part.targets)) for part in sets]
     return *pairs[0], *pairs[1]
 
 
@@ -143,7 +143,7 @@ def compare(args: argparse.Namespace, levels: Sequence[str]) -> None:
     print("level   ms/iteration   to O0    peak MiB   to O0    last losses")
     base: tuple[float, float] | None = None
     for level in ("O0", *levels):
-        # A process each: what it holds at most is a number of the process.
+        # A process for each level: its peak memory is a number of the process.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             seconds, peak, last = pool.apply(measured, (argparse.Namespace(**{**vars(args), "opt_level": level}),))
         base = base or (seconds, peak)

@@ -67,10 +67,10 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+def check_same_run(saved: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
     """Refuse a checkpoint whose iterations would not continue in this run, naming each setting that differs."""
-    names = [name for name in expected if found.get(name) != expected[name]]
-    different = [f"{name} {found.get(name)} (this run: {expected[name]})" for name in names]
+    names = [name for name in expected if saved.get(name) != expected[name]]
+    different = [f"{name} {saved.get(name)} (this run: {expected[name]})" for name in names]
     if different:
         raise CheckpointError(
             f"found '{path}' written with {', '.join(different)}; expected the settings of this run, or its iterations"
@@ -98,8 +98,8 @@ def whole(state: Any) -> Any:
 
 def load_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Load whole tensors into a model, sharded or not."""
-    own = model.state_dict()
-    model.load_state_dict({name: _parted_like(own.get(name), value) for name, value in state.items()})
+    templates = model.state_dict()
+    model.load_state_dict({name: _parted_like(templates.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

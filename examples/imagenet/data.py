@@ -80,8 +80,8 @@ def open_folder(root: Path, augment: str, image_size: int, seed: int) -> tuple[S
     """Open the datasets of ``root/train`` and ``root/val``, and check that they belong together."""
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            found = sorted(entry.name for entry in root.iterdir())[:8] if root.is_dir() else None
-            listing = f"a folder with {', '.join(found) or 'nothing in it'}" if found is not None else "no such folder"
+            names = sorted(entry.name for entry in root.iterdir())[:8] if root.is_dir() else None
+            listing = f"a folder with {', '.join(names) or 'nothing in it'}" if names is not None else "no such folder"
             raise DataFolderError(
                 f"found {listing} at '{root}'; expected '{root / split}', with one folder of images per class."
                 " Give the folder that holds train/ and val/, or make one with make_digits.py."

@@ -250,8 +250,8 @@ def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
     model = torchvision.models.get_model(arch, weights=None, num_classes=classes)
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT.get_state_dict(progress=True)
-        own = model.state_dict()  # the classifier stays new where the number of classes differs
-        fitting = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
+        new = model.state_dict()  # the classifier stays new where the number of classes differs
+        fitting = {name: value for name, value in weights.items() if name in new and value.shape == new[name].shape}
         model.load_state_dict(fitting, strict=False)
     return model
 
@@ -297,10 +297,10 @@ def train(run: Run, loader: torch.utils.data.DataLoader, val_loader: torch.utils
     with metrics.trace_iterations(traced, args.checkpoint_dir / "trace.json") as mark_iteration:
         while run.iteration < last:
             epoch = train_one_epoch(run, loader, last, mark_iteration)
-            found = validate(run, val_loader)
-            is_best = found.top1 > run.best_top1
-            run.best_top1 = max(run.best_top1, found.top1)
-            run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
+            averages = validate(run, val_loader)
+            is_best = averages.top1 > run.best_top1
+            run.best_top1 = max(run.best_top1, averages.top1)
+            run.report(f"epoch {epoch} val {describe(averages)}, best top-1 {run.best_top1:.2f}")
             save(run, is_best)
 
 
@@ -409,10 +409,10 @@ def validate(run: Run, loader: torch.utils.data.DataLoader) -> metrics.Averages:
         most = len(data.val_order(len(loader.dataset), run.args.batch_size, 0, run.world_size))
         for _ in range(most - len(loader)):
             run.model(torch.zeros(1, 3, size, size, device=run.device))
-    found = metrics.averages_over_ranks(sums)
+    averages = metrics.averages_over_ranks(sums)
     images_per_s = len(loader.dataset) / (time.perf_counter() - start)
-    run.rows.write(phase="val", images_per_s=images_per_s, **found._asdict(), **run.state())
-    return found
+    run.rows.write(phase="val", images_per_s=images_per_s, **averages._asdict(), **run.state())
+    return averages
 
 
 def save(run: Run, is_best: bool) -> None:
@@ -439,8 +439,8 @@ def share_buffers(run: Run) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def describe(found: metrics.Averages) -> str:
-    return f"loss {found.loss:.4f}, top-1 {found.top1:.2f}, top-5 {found.top5:.2f}"
+def describe(averages: metrics.Averages) -> str:
+    return f"loss {averages.loss:.4f}, top-1 {averages.top1:.2f}, top-5 {averages.top5:.2f}"
 
 
 def at_least(smallest: int):

@@ -76,7 +76,7 @@ def train(
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, keep_fp32="head", verbosity=0)
     dtypes = dtypes_of(model, points)
 
-    # The verbs, one by one: what comes out of backward() is scaled, what stands there after the block is not.
+    # The verbs, one by one: gradients are scaled after backward(), and unscaled after the block.
     weight = model.head[0].weight
     with ampkit.scale_loss(F.nll_loss(model(points), quadrant), optimizer) as scaled_loss:
         scaled_loss.backward()

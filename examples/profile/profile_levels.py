@@ -68,8 +68,8 @@ def medians(steps: Sequence[Rows]) -> Rows:
     keys = dict.fromkeys(key for rows in steps for key in rows)
     by_key = {key: [rows.get(key, (0, 0.0)) for rows in steps] for key in keys}
     return {
-        key: (statistics.median_high(calls for calls, _ in found), statistics.median(ms for _, ms in found))
-        for key, found in by_key.items()
+        key: (statistics.median_high(calls for calls, _ in pairs), statistics.median(ms for _, ms in pairs))
+        for key, pairs in by_key.items()
     }
 
 

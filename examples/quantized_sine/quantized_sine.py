@@ -145,8 +145,8 @@ class Meter(TorchDispatchMode):
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    found = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def table(results: dict[str, dict[str, float]]) -> str:

@@ -35,9 +35,9 @@ def accumulated(delay: bool):
         with ampkit.scale_loss(loss, optimizer, delay_unscale=delay and index < MICRO_BATCHES - 1) as scaled_loss:
             scaled_loss.backward()
     optimizer.step()
-    found = changes(model)
+    changed = changes(model)
     ampkit.close()
-    return found
+    return changed
 
 
 plain, optimizer = build()

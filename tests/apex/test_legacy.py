@@ -36,7 +36,7 @@ def test_names_in_pickles_are_those_of_before(module, name):
         assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is current
 
 
-# What pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.
+# Bytes that pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.
 PICKLED = (
     b"ccopy_reg\n_reconstructor\np0\n(campkit.apex.fp16_utils.loss_scaler\nDynamicLossScaler\np1\nc__builtin__\nobject\np2\nNtp3\nRp4\n"
     b"(dp5\nVcur_scale\np6\nF128.0\nsVcur_iter\np7\nI1\nsVlast_overflow_iter\np8\nI0\nsVscale_factor\np9\nF2.0\nsVscale_window\np10\nI3\nsb."

@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 LEVELS = ("O1", "O2")
 SEEDS = (0, 1)
-# How far the losses may be from float32's, relative to its mean loss: that far, or twice as far as torch.autocast's.
+# The allowed distance of losses from float32's, relative to its mean loss: this far, or twice as far as torch.autocast's.
 TOLERANCE, TIMES_AUTOCAST = 0.01, 2
-# To which part of those of the first steps the losses of the last steps must have come.
+# The fraction of the first steps' losses that the losses of the last steps must have reached.
 LEARNED = 0.9
 
 # A step that is skipped for its overflow would put the losses one step apart.

@@ -211,7 +211,7 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
     for x in data[2:]:
         ours = train_step(amp, model, optimizer, x, range(losses))
         theirs = train_step(amp, again, again_optimizer, x, range(losses))
-        # O3 has no float32 weights to save: what is loaded is what was in float16.
+        # O3 has no float32 weights to save: the loaded values are the float16 ones.
         assert torch.allclose(ours.float(), theirs.float(), rtol=0 if level != "O3" else 1e-2)
 
 

@@ -83,7 +83,7 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     # 257 * 64 + 3 * (64 + 64 + 64 * 130 + 130 + 130 * 64 + 64 + 64) + 64 * 257 + 257
     assert any("3 steps of AdamW; Model (84,231 parameters); the script uses float32." in line for line in lines)
     assert "float32" in row(lines, "O1") and "16.0" in row(lines, "O1") and "dynamic" in row(lines, "O1")
-    # All but some hundreds of the parameters have 2 + 2 + 2 + 8 bytes, or 4 + 2 + 8, and those 4 + 4 + 8.
+    # All but some hundreds of the parameters have 2 + 2 + 2 + 8 bytes, or 4 + 2 + 8; the others have 4 + 4 + 8.
     for level, weights in (("O2", "bfloat16 + 16-bit rest"), ("O5", "float32")):
         assert weights in row(lines, level) and "AdamW: one pass" in row(lines, level)
         assert "14.0" in row(lines, level)
@@ -414,7 +414,7 @@ for _ in range(9):
     assert "the loss does not use them, or a line takes the graph away: detach() at script.py" in found
 
 
-#: What is made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
+#: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
 STANDING = {
     "nothing": ("", {}),
     "a layer that was replaced": (
@@ -510,7 +510,7 @@ for _ in range(9):
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
 
 
-#: How a model is made, and what ends in a norm of the batch; names of biases that cannot move.
+#: Ways to make a model whose layer ends in a norm of the batch; names of biases that cannot move.
 NORMED = {
     "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
     "a linear layer": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4)", "x", "0.bias"),
@@ -579,7 +579,7 @@ def test_a_bias_that_a_norm_subtracts_is_found_where_fsdp2_shards_it(tmp_path):
     assert "bias=False" in row(done.stdout.splitlines(), "not trained"), done.stdout + done.stderr
 
 
-#: What a script does that takes no step, and what it is said to use, with the bytes of its weights.
+#: Scripts that take no step, and the words about their use, with the bytes of their weights.
 WITHOUT_STEPS = {
     "net.bfloat16()(x.bfloat16())": "weights in bfloat16",
     "net.half()(x.half())": "weights in float16",

@@ -63,7 +63,7 @@ def test_table_compares_with_o0(demo):
         ["O0", "100.0", "1.00x", "1,024", "MiB", "98.50%"],
         ["O1", "150.0", "1.50x", "512", "MiB", "97.25%"],
     ]
-    # What a run of a few iterations reached says nothing.
+    # The accuracy after a few iterations says nothing.
     assert demo.table(summaries, ("O1",)).splitlines()[2].split()[-1] == "-"
 
 

@@ -15,7 +15,7 @@ RECIPES = sorted(FOLDER.glob("*.py"))
 ROWS = dict(re.findall(r"^\| \[(\w+)\]\(\1\.py\)[^|]*\| ([^|]+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
 GPUS = {"data_parallel": 2, "ddp_devices": 2, "cuda_graph": 1}
 
-# What the recipes are allowed to be away from float32: bfloat16 rounds by 2**-8, and sums of such errors stay near it.
+# The allowed distance of recipes from float32: bfloat16 rounds by 2**-8, and sums of such errors stay near it.
 FURTHEST = 2.0
 
 

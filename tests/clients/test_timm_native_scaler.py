@@ -71,7 +71,7 @@ def test_what_is_clipped_is_what_timm_clips_in_float32(level, mode):
     NativeScaler()(loss_of(model, 0), optimizer, clip_grad=0.01, clip_mode=mode, parameters=chosen)
     after = ampkit.master_params(optimizer)
     for master, before, param, plain in zip(after, net_with_norm().parameters(), twin.parameters(), unclipped):
-        # Where elements are clamped, others are as inexact as they were before.
+        # Where elements are clamped, all others are as inexact as before.
         largest = (param.grad if mode == "norm" else plain).abs().max()
         assert (before - master - param.grad).abs().max() <= (1e-6 if level == "O0" else 0.02 * largest)
 

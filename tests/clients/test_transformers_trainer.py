@@ -207,7 +207,7 @@ def test_a_mixin_behind_the_trainer_is_refused(bases):
     )  # its super() goes on to the mixin
 
 
-# Where `make clients` puts it.
+# `make clients` puts it there.
 NEWEST = Path(os.environ.get("AMPKIT_NEWEST_TRANSFORMERS", Path(sys.prefix) / "transformers-newest"))
 
 

@@ -21,7 +21,7 @@ spec.loader.exec_module(browser)
 WIDTHS = (1400, 800, 390)
 PICTURES = ROOT / "build" / "screens"
 
-# What reaches beyond the page where nothing scrolls it, and at the width of a desk, code and tables that scroll.
+# Elements beyond the page where nothing scrolls them, and at the width of a desk, code and tables that scroll.
 CUT_OFF = """(() => {
   const width = document.documentElement.clientWidth;
   const scrolls = (element) => {

@@ -90,7 +90,7 @@ def mlp(*sizes, act=nn.Tanh, seed=0):
 
 
 def learn(run, models, optimizer, loss_of, times=8, of=None, **settings):
-    """Run the loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of all or one model's weights."""
+    """Run the loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of the weights, or of ``of``."""
     models = models if isinstance(models, list) else [models]
     way, losses = way_of(*models) if of is None else way_of(of), []
     run.begin(models, optimizer, **settings)

@@ -301,7 +301,7 @@ def layers_frozen_by_turns(run):
         for p in model[0].parameters():
             p.requires_grad_(index % 3 != 2)
         losses.append(run.error(model, x, y))
-        if index % 3 == 2:  # what is left there from before
+        if index % 3 == 2:  # gradients are left there from before
             seen += [p.grad.abs() for p in model[0].parameters()]
         for p in model[2].parameters():
             p.grad = None

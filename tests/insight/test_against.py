@@ -98,7 +98,7 @@ def test_the_culprit_is_the_norm_that_takes_away_the_mean_and_not_a_bias_whose_g
 
     rows = ampkit.diagnose(iteration, against="fp32").rows
     assert [row.function for row in rows if not row.backward] == ["torch.nn.functional.batch_norm"]
-    assert max(row.error for row in rows) < 1.5  # the bias' is off by 40 times what it is
+    assert max(row.error for row in rows) < 1.5  # the bias' gradient is off by 40 times its value
 
 
 def test_in_float32_nothing_differs():

@@ -540,7 +540,7 @@ def test_the_culprit_is_found_with_its_kind_and_cure(case, kind, backward, funct
     assert cure in str(diagnosis.cures[0])
 
 
-# What is none
+# No culprits
 
 
 def healthy():
@@ -580,7 +580,7 @@ def test_nothing_is_found_in_a_healthy_iteration(case):
     assert str(found).startswith(f"nothing found in {found.operations} operations")
 
 
-# What was there before
+# Values from before
 
 
 def test_nan_in_the_batch_is_named_with_the_line_that_uses_it():
@@ -628,7 +628,7 @@ def test_complex_numbers_and_sparse_gradients_are_looked_at():
     assert table.weight.grad is None
 
 
-# All is as before
+# State afterwards is as before
 
 
 def everything(model, optimizer):

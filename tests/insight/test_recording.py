@@ -511,7 +511,7 @@ def test_compiled_code_is_recorded_eagerly_and_the_record_says_so():
     torch.compiler.reset()
 
 
-# What it leaves alone
+# State that a recording leaves alone
 
 
 def state_of_torch():
@@ -607,7 +607,7 @@ def test_a_lazy_module_that_was_never_called_is_passed_over():
     assert not ampkit.diagnose(iteration) and not ampkit.diagnose(iteration, against="fp32")
 
 
-# What is printed
+# Printed words
 
 
 def test_a_record_fits_100_columns_and_says_what_it_found():

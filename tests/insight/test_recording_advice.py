@@ -89,9 +89,9 @@ def products_in_float32_and_in_float64():
     return lambda: (x @ x, y @ y)
 
 
-#: What makes float64 is before the line, which computes in it.
+#: Float64 is made before the line, which computes in it.
 FLOAT64 = "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
-# case: what is found, and what to change
+# case: the finding, and the change
 ADVICE = {
     a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
     a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),

@@ -82,7 +82,7 @@ def test_it_shows_the_rows_and_the_source(page):
     assert "float32: promoted by parameter 'bias'" in text
     assert "N = 30 is no multiple of 8" in text and "pad it to 32" in text
     assert path.read_text().count("<li><b>") == sum(row.line > 0 for row in record.calls)
-    assert text.count("⋮") == 1  # the model's line, and those of the loop
+    assert text.count("⋮") == 1  # the model's line, and the lines of the loop
 
 
 FINE_TUNING = """

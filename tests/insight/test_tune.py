@@ -286,7 +286,7 @@ def test_other_optimizers_have_no_fused_one():
     assert optimizers_for(torch.optim.SGD(weights, lr=1.0)) == ["given", "fused"]
 
 
-# What it writes
+# Written files and tables
 
 
 def test_the_table_has_every_figure_in_100_columns():
@@ -315,7 +315,7 @@ def test_json_has_the_figures(tmp_path):
     assert read["rows"]["O3 bfloat16"]["why_not"] == "it loses 50% of the updates"
 
 
-# What it refuses
+# Refusals
 
 
 def local_factory():

@@ -85,7 +85,7 @@ def assert_like_float32(model, *inputs, level, tolerance=0.05, **settings):
     assert (actual - expected).norm() <= 2 * tolerance * expected.norm()
 
 
-# What stays float32
+# Modules that stay float32
 
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
@@ -128,7 +128,7 @@ def test_norm_keeps_float32_weights_and_trains_close_to_float32(norm, level, dty
     kept = {name for name, tensor in model.state_dict(keep_vars=True).items() if name.startswith("1.")}
     assert {t.dtype for t in (*model[1].parameters(), *model[1].buffers()) if t.is_floating_point()} <= {F32}
     assert len(kept) == len(list(make().state_dict()))
-    assert model[2].seen is dtype  # the norm hands on what it was given
+    assert model[2].seen is dtype  # the norm returns the precision of its input
 
 
 class Scale(nn.Module):
@@ -252,7 +252,7 @@ def test_batch_norm_with_a_forward_of_its_own_trains_close_to_float32(level):
     )
 
 
-# What forward takes and returns
+# Inputs and outputs of forward
 
 Pair = namedtuple("Pair", "x label")
 

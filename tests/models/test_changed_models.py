@@ -140,7 +140,7 @@ def tied_to_first(model):
     return layer
 
 
-#: How a module that is new takes the first layer's weight, and the name that it has there.
+#: Ways in which a new module takes the first layer's weight, and the name of the weight there.
 TAKES = {
     "parametrization": (
         lambda m: parametrize.register_parametrization(m[0], "weight", nn.Identity()),
@@ -475,7 +475,7 @@ def test_forwards_that_are_no_plain_functions_are_called_as_python_does(level):
 
 
 def test_what_an_optimizer_trains_is_stored_in_lower_precision():
-    """Except those that it holds and does not move: MoCo gives all parameters to its optimizer, and the key encoder is an average."""
+    """Parameters that it holds and does not move are not: MoCo's optimizer gets all, and the key encoder is an average."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))

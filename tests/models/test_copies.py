@@ -234,7 +234,7 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
     assert twin_optimizer.step.__func__ is type(optimizer).step and "_ampkit" not in vars(twin_optimizer)
     held = {p for group in twin_optimizer.param_groups for p in group["params"]}
     assert held == {p for p in twin.parameters() if p.requires_grad}
-    # What torch does without ampkit from the same weights and moments.
+    # The result of torch without ampkit from the same weights and moments.
     plain = in_float32(model)
     trained = [p for p in plain.parameters() if p.requires_grad]
     plain_optimizer = type(optimizer)(trained, lr=0.02)

@@ -144,7 +144,7 @@ def test_weight_used_without_casts_has_its_float32_value():
     model = cast()
     with torch.autocast("cpu", enabled=False):
         output = F.linear(x, model.head.weight)
-        assert F.softmax(output.to(LOW), -1).dtype is LOW  # what is no weight is as torch has it
+        assert F.softmax(output.to(LOW), -1).dtype is LOW  # a tensor that is no weight is handled as in torch
     assert output.dtype is torch.float32
     torch.testing.assert_close(output, F.linear(x, exact.head.weight))
     [gradient] = torch.autograd.grad(output.sum(), model.head.weight)

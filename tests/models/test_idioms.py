@@ -20,13 +20,13 @@ from torch import nn
 import ampkit
 
 LEVELS = ("O1", "O2", "O5")
-#: What has a level compute in float16, where it can.
+#: Settings that have a level compute in float16, where it can.
 IN_FLOAT16 = {
     "O1": dict(patch_torch_functions_type=torch.float16),
     "O2": dict(cast_model_type=torch.float16),
 }
 SEEDS, STEPS = (0, 1), 20
-# How far the losses may be from float32's, relative to its mean loss: that far, or twice as far as torch.autocast's.
+# The allowed distance of losses from float32's, relative to its mean loss: this far, or twice as far as torch.autocast's.
 TOLERANCE, TIMES_AUTOCAST = 0.02, 2
 
 adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
@@ -67,7 +67,7 @@ class Idiom:
     data: Callable[[torch.Generator], tuple]
     script: Callable[..., torch.Tensor] = regression
     make_optimizer: Callable[..., torch.optim.Optimizer] = adamw
-    #: By the name of a buffer, how far from float32's it may end; 0 for one that no rounding of activations reaches.
+    #: The allowed distance from float32, by the name of a buffer; 0 for a buffer that no rounding of activations reaches.
     buffers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -121,7 +121,7 @@ def distance(found, wanted):
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
 
-# What the models are given. Batches are new in each step, and the same for the same seed.
+# Inputs of the models. Batches are new in each step, and the same for the same seed.
 
 
 def drawn(*shape, seed=7):
@@ -561,7 +561,7 @@ def convolutions(self, x):
     return self.head(F.adaptive_avg_pool2d(self.conv2(x), 1).flatten(1))
 
 
-# What scripts do around a forward.
+# Code of scripts around a forward.
 
 
 def dictionary(generator):

@@ -87,7 +87,7 @@ def test_trains_as_the_same_model_made_float32_by_hand(level, optimizer_name, wi
         optimizer.step()
         optimizer.zero_grad()
     twin = copy.deepcopy(model).float()
-    twin.load_state_dict(float32_state_dict(model, optimizer))  # with the rests that an optimizer of ours keeps
+    twin.load_state_dict(float32_state_dict(model, optimizer))  # with the rests that ampkit's optimizer keeps
     twins_optimizer = OPTIMIZERS[optimizer_name](twin.parameters())
     twins_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts state to the parameters' dtype
     results, wanted = [], []

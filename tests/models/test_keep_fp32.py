@@ -470,7 +470,7 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
     compiled = torch.compile(model, fullgraph=True, backend=note)
     x = torch.randn(6, 12)
     eager, outputs = model(x), compiled(x)
-    # What other outputs are made of stays as it is; a trace cannot tell, and casts it.
+    # Inputs of other outputs stay as they are; a trace cannot tell, and casts them.
     assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:] and len(graphs) == 1
     assert torch.equal(outputs[0].float(), eager[0].float())
     given, kept, _ = outputs

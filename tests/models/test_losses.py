@@ -35,7 +35,7 @@ def classes(count):
     return torch.arange(8) % count
 
 
-# Each loss module of torch.nn, and what it is called with, made of a layer's output.
+# Each loss module of torch.nn, and its arguments, made of a layer's output.
 MODULES = {
     "BCELoss": lambda x: (x.sigmoid(), drawn(1, 8, 4).sigmoid()),
     "BCEWithLogitsLoss": lambda x: (x, drawn(1, 8, 4).sigmoid()),
@@ -62,7 +62,7 @@ MODULES = {
 
 
 def test_no_loss_of_torch_is_left_out():
-    # Those with weights of their own are cast like any module; the second one, of torch 2.15, is made of two functions of F.
+    # Losses with weights of their own are cast like any module; the second one, of torch 2.15, is made of two functions of F.
     others = {"NLLLoss2d", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"}
     assert set(MODULES) == {name for name in dir(nn) if name.endswith("Loss")} - others
     in_float32 = {

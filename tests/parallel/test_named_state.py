@@ -178,7 +178,7 @@ def ddp(level):
 def work(rank):
     """Take three steps, checkpoints of every kind, two more steps; then two steps from each checkpoint, in a run of its own."""
     folder = sys.argv[1]
-    of_their_own = dist.new_group()  # else what is saved meanwhile would meet what DDP sends
+    of_their_own = dist.new_group()  # otherwise tensors saved meanwhile would meet DDP's messages
     results = {}
     for level in ("O1", "O2"):
         model, optimizer, called = ddp(level)

@@ -121,7 +121,7 @@ def refusal_of_zero(level):
     return "moved" if moved else "stood still"
 
 
-#: Who writes what into gradients after the block, whose finding no longer tells; and over whom the gradients are averaged.
+#: Who writes what into gradients after the block, whose flag is then out of date; and over whom the gradients are averaged.
 TOUCHED = {
     "written on one rank": "all",
     "written on one rank without averaging": "all, not averaged",

@@ -67,7 +67,7 @@ def tagged(wheel: Path, folder: Path) -> None:
         print(f"auditwheel is not installed: {wheel.name} keeps its tag, which PyPI refuses")
         shutil.copy(wheel, folder)
     else:
-        # torch's libraries are those of the torch that is installed.
+        # torch's libraries come from the installed torch.
         excluded = ["--exclude", "libtorch*", "--exclude", "libc10*"]
         run("-m", "auditwheel", "repair", *excluded, "--wheel-dir", str(folder), str(wheel), cwd=folder)
 

@@ -18,7 +18,7 @@ def test_code_is_clean(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-#: A docstring says what its object is or does, so that its first word is a verb or a noun; a name says what it holds.
+#: A docstring says what its object is or does: its first word is a verb or a noun. A name says what it holds.
 BEGINNINGS = set("What Those It They Some Have One Where How".split())
 PRONOUNS = set("found one own given others what theirs ours mine it they them those some".split())
 

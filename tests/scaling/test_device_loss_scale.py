@@ -322,7 +322,7 @@ def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     assert len(host_copies.read) - read == (3 if waits else 0)
 
 
-# What the host learns
+# Results on the host
 
 
 def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):

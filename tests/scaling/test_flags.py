@@ -92,7 +92,7 @@ def gradient(model):
     return number
 
 
-# What a script does to gradients between block and step
+# Changes of gradients by a script, between block and step
 
 
 def repair(params):

@@ -302,7 +302,7 @@ def test_an_overflow_in_them_skips_the_step():
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(p, was) for p, was in zip(model[1].parameters(), before, strict=True))
-    optimizer.zero_grad()  # which leaves those of no optimizer
+    optimizer.zero_grad()  # leaves gradients that belong to no optimizer
     in_a_block(model, optimizer)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
     optimizer.step()
@@ -410,7 +410,7 @@ class ByHand(torch.optim.Optimizer):
             p.sub_(p.grad, alpha=1e-4)
 
 
-#: What a script makes after `initialize`, of its model; and whether its steps are lost where weights are stored.
+#: Things that a script makes of its model after `initialize`; and whether its steps are lost where weights are stored.
 LATER = {
     "the same again": (sgd, True),
     "adaptation at test time": (lambda params: torch.optim.Adam(params, lr=1e-5), True),
@@ -512,7 +512,7 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(loss_of_output, is_low
     assert not lines or loss.dtype is torch.bfloat16
 
 
-# What is said of skips
+# Reports of skips
 
 
 def skip(model, optimizer, times, factor=math.inf):

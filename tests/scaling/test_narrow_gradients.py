@@ -499,7 +499,7 @@ def added_by_hand(params, gradients):
         p.grad = g if p.grad is None else p.grad + g
 
 
-# way: (write, whether zero_grad comes before each block, whether it is told, how often the gradient counts in three blocks)
+# way: (write, whether zero_grad comes before each block, whether it is reported, times that the gradient counts in three blocks)
 WRITES = {
     "assigned": (assigned, False, True, 3),
     "added by hand": (added_by_hand, False, True, 3),

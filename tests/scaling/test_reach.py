@@ -282,7 +282,7 @@ def critic_frozen_while_the_generator_trains(amp):
     return result + weights(g, d)
 
 
-# Passes that reach what no optimizer of ours updates
+# Passes that reach parameters without an optimizer of ampkit
 
 
 class WeightsOfLosses(nn.Module):
@@ -409,7 +409,7 @@ def function_in_python_beside_a_parameter_without_optimizer(amp):
     for index in range(3):
         optimizer.zero_grad()
         amp.backward(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer)
-        result = grads(model)  # those of the first layer add up
+        result = grads(model)  # gradients of the first layer add up
         optimizer.step()
     return result + weights(model[1])
 
@@ -442,7 +442,7 @@ def loss_weight_reached_by_blocks_of_two_sessions(amp):
     return [copied(weight.grad)] + weights(a, b)
 
 
-# What waits at a scale, delay_unscale=True
+# Gradients that wait at a scale, delay_unscale=True
 
 
 @script

@@ -80,7 +80,7 @@ def test_second_derivative_is_unscaled(level, second):
     backward_with_graph(model, optimizer)
     params = list(model.parameters())
     close([p.grad for p in params], grads)
-    # As after a plain backward pass: float32 where weights have float32 values and a loss scale.
+    # The dtypes after a plain backward pass: float32 where weights have float32 values and a loss scale.
     assert {p.grad.dtype for p in params} == {torch.bfloat16 if level == "O2 without a scale" else torch.float32}
     close(second(params), expected)
     optimizer.step()

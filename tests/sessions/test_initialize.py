@@ -310,7 +310,7 @@ class FailingOperations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# How ampkit changes what is not its own: attributes of torch and of optimizers, attributes and classes of modules, hooks
+# The ways in which ampkit changes foreign objects: attributes of torch and of optimizers, attributes and classes of modules, hooks
 # of any kind, and torch's settings. What it makes of tensors is a matter of operations.
 WAYS_OUT = (
     (PatchSet, "set"),
@@ -512,7 +512,7 @@ def test_an_optimizer_of_another_model_is_warned_of(caplog):
     ampkit.initialize(model, torch.optim.SGD(other.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert caplog.text.count("updates none of the trainable parameters of the model, which will not learn") == 1
     caplog.clear()
-    image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
+    image = torch.zeros(1, 2, requires_grad=True)  # optimizes the input of a frozen model
     ampkit.initialize(model.requires_grad_(False), torch.optim.SGD([image], lr=0.1), opt_level="O2", verbosity=0)
     assert "none of the parameters" not in caplog.text
 

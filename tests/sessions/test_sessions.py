@@ -145,7 +145,7 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
-    # What is found in the gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
+    # An overflow in gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
     for finite, unskipped in ((True, 1), (False, 0)):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -408,7 +408,7 @@ def test_thirty_times_leaves_what_two_left(level, same_model):
     pair = make_pair() if same_model else None
     counts, shapes, memory = {}, {}, {}
     gc.collect()
-    gc.freeze()  # what was there before is none of ours, and dear to walk; conftest.py has frozen nearly all of it for good
+    gc.freeze()  # objects from before are not ampkit's, and slow to walk; conftest.py has frozen nearly all of them for good
     tracemalloc.start()
     try:
         for time in range(1, 31):
@@ -527,7 +527,7 @@ def test_session_closed_inside_its_block_is_closed_once():
     assert ampkit.current_session() is None
 
 
-# What stands on the optimizer, and dtypes and devices that others change
+# Wrappers on the optimizer, and dtypes and devices that others change
 
 
 @pytest.mark.parametrize("level", ("O1", "O2"))
@@ -633,7 +633,7 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
 
 
-# What outlives its model
+# Objects that outlive their model
 
 
 @pytest.mark.parametrize("reads", (0, 1, 3), ids="{} reads of master_params".format)
