@@ -109,7 +109,7 @@ def load_images(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, t
         labels = torch.tensor(digits.target)
         return images[:1500], labels[:1500], images[1500:], labels[1500:]
     sets = [torchvision.datasets.CIFAR10(args.data, train, download=args.download) for train in (True, False)]
-    pairs = [(torch.tensor(part.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(part.targets)) for part in sets]
+    pairs = [(torch.tensor(raw.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(raw.targets)) for raw in sets]
     return *pairs[0], *pairs[1]
 
 
