@@ -100,7 +100,7 @@ def title(cell):
 def ratios(cell, way, to):
     """Quartiles of the time of a step, relative to another way's in the same round."""
     pairs = zip(cell["ways"][way]["seconds"], cell["ways"][to]["seconds"], strict=True)
-    return statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4, method="inclusive")
+    return statistics.quantiles([seconds / reference for seconds, reference in pairs], n=4, method="inclusive")
 
 
 def speed_up(cell, way):
@@ -156,8 +156,8 @@ def section(cell):
 
 def span(results, *ways):
     """The least and the greatest time of a step relative to torch.autocast's, over all models and these ways."""
-    found = [ratios(cell, way, "autocast")[1] for cell in results["cells"] for way in ways if way in cell["ways"]]
-    return f"{min(found):.2f} to {max(found):.2f}"
+    quotients = [ratios(cell, way, "autocast")[1] for cell in results["cells"] for way in ways if way in cell["ways"]]
+    return f"{min(quotients):.2f} to {max(quotients):.2f}"
 
 
 def page(results, name):

@@ -1,4 +1,4 @@
-"""What a parameter costs and what a loaded checkpoint learns, with torch and with ampkit: the pictures of the README.
+"""Draw the pictures of the README: what a parameter costs and what a loaded checkpoint learns, with torch and with ampkit.
 
 $ python docs/make_picture.py            # writes docs/picture-*.svg and prints their numbers, in some minutes
 
@@ -117,7 +117,7 @@ def checkpoint(seed: int) -> nn.Module:
 
 
 def bytes_per_parameter(way: Contender) -> dict[str, float]:
-    """By what they are for. Counted are tensors that live and have as many elements as the weight; each memory once."""
+    """The bytes per parameter, by use. Counts live tensors with at least as many elements as the weight, and each memory once."""
     model, optimizer = prepare(nn.Linear(*SHAPE, bias=False), way, lr=1e-3)
     for _ in range(2):
         optimizer.zero_grad()
@@ -126,10 +126,10 @@ def bytes_per_parameter(way: Contender) -> dict[str, float]:
         optimizer.step()
     gc.collect()
     weight, large = model.weight, SHAPE[0] * SHAPE[1]
-    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     lives = {"weight": memory([weight]), "gradient": memory([stored_gradient(weight)])}
     lives["moments"] = memory(x for x in optimizer.state[weight].values() if x.dim())
-    lives["rest"] = memory(x for x in found if x.numel() >= large)
+    lives["rest"] = memory(x for x in tensors if x.numel() >= large)
     for name in ("weight", "gradient", "moments"):
         lives["rest"] = {place: size for place, size in lives["rest"].items() if place not in lives[name]}
     ampkit.close()

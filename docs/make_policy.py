@@ -241,7 +241,7 @@ def choices() -> dict[str, tuple[str, str, RuleGroup]]:
     and the default's group.
     """
     cuda, cpu, default, apex = kinds(CUDA_LIST), kinds(CPU_LIST), kinds(DEFAULT), kinds(APEX_ONLY)
-    found = {}
+    disagreements = {}
     for key in {**cuda, **cpu, **apex}:
         path, name = key
         group = default.get(key)
@@ -254,10 +254,10 @@ def choices() -> dict[str, tuple[str, str, RuleGroup]]:
         says = [WORDS[table[key].kind] if key in table else "-" for table in (cuda, cpu)]
         matters = key in apex or {*says, WORDS[group.kind]} & {"lower", "fp32"}
         # torch.nn.functional's row is the one that layers meet.
-        known = short(*key) in found and path != "torch.nn.functional"
+        known = short(*key) in disagreements and path != "torch.nn.functional"
         if (key in apex or says[0] != says[1]) and matters and not known:
-            found[short(*key)] = (*says, group)
-    return dict(sorted(found.items(), key=lambda item: (item[1][2].kind.name, item[1][2].reason, item[0])))
+            disagreements[short(*key)] = (*says, group)
+    return dict(sorted(disagreements.items(), key=lambda item: (item[1][2].kind.name, item[1][2].reason, item[0])))
 
 
 def measure(name: str) -> dict[str, tuple[float, float]]:
@@ -268,13 +268,13 @@ def measure(name: str) -> dict[str, tuple[float, float]]:
     """
     call, inputs = SAMPLES[name]
     torch.manual_seed(0)
-    given = inputs()
+    arguments = inputs()
     errors = {"float16": (0.0, 0.0), "bfloat16": (0.0, 0.0), "float32": (0.0, 0.0)}
     from_product = choices()[name][2].kind not in (CastKind.LOWER_PRECISION_FP, CastKind.CONTRACTION)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in (torch.float16, torch.bfloat16):
-            seen = cast(given, dtype) if from_product else given
+            seen = cast(arguments, dtype) if from_product else arguments
             exact = evaluate(call, cast(seen, torch.float64))
             errors[str(dtype).removeprefix("torch.")] = errors_of(call, cast(seen, dtype), exact)
             in_float32 = errors_of(call, cast(seen, torch.float32), exact)
@@ -304,22 +304,22 @@ def evaluate(call: Callable, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 def errors_of(call: Callable, inputs: Inputs, exact: tuple[Tensor, Tensor | None]) -> tuple[float, float]:
     try:
-        found = evaluate(call, inputs)
+        computed = evaluate(call, inputs)
     except RuntimeError:
         return math.nan, math.nan
-    return tuple(map(relative_error, found, exact))
+    return tuple(map(relative_error, computed, exact))
 
 
-def relative_error(found: Tensor | None, exact: Tensor | None) -> float:
-    if found is None or exact is None:
+def relative_error(computed: Tensor | None, exact: Tensor | None) -> float:
+    if computed is None or exact is None:
         return -1.0
-    if not found.isfinite().all():
+    if not computed.isfinite().all():
         return math.inf
-    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+    return ((computed.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def shown(errors: tuple[float, float]) -> str:
-    """One digit each: more would differ from processor to processor."""
+    """Write each error with one digit: more would differ from processor to processor."""
     if math.isnan(errors[0]):
         return "no kernel"
     words = {math.inf: "overflows", -1.0: "-", 0.0: "exact"}
@@ -349,13 +349,13 @@ def all_rows() -> list[str]:
 
 
 def differences(groups: Iterable[RuleGroup]) -> list[str]:
-    """The rows of another policy that say something else than the default."""
+    """The rows of another policy that differ from the default."""
     default = kinds(DEFAULT)
     lines = ["| function | default | here |", "|---|---|---|"]
     for (path, name), group in kinds(groups).items():
-        mine = default.get((path, name))
-        if getattr(owner_of(path), name, None) is not None and (mine is None or mine.kind is not group.kind):
-            before = WORDS[mine.kind] if mine else "-"
+        usual = default.get((path, name))
+        if getattr(owner_of(path), name, None) is not None and (usual is None or usual.kind is not group.kind):
+            before = WORDS[usual.kind] if usual else "-"
             lines.append(f"| `{path}.{name}` | {before} | {WORDS[group.kind]} |")
     return lines
 

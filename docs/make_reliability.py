@@ -73,12 +73,12 @@ def page(results: dict) -> str:
         f"{about['python']} on an {about['processor']}. It attacked {attacks:,} times; none of the attacks broke a promise.\n\n"
     )
     for group, title in GROUPS.items():
-        own = [row for row in rows if row["group"] == group]
+        rows_of_group = [row for row in rows if row["group"] == group]
         text += f"## {title}\n\n"
         text += "| promise | attacked by | attacks | broken |\n|---|---|--:|--:|\n"
-        for row in own:
+        for row in rows_of_group:
             text += f"| {row['promise']} | {row['attack']} | {row['attacks']:,} | {len(row['violations'])} |\n"
-        text += "\n" + slopes(own)
+        text += "\n" + slopes(rows_of_group)
     return text + RUNS + NOT_PROMISED
 
 

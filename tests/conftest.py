@@ -1,4 +1,4 @@
-"""What all tests share: the devices at hand, and random numbers that are the same each time."""
+"""The set-up of all tests: the devices at hand, and random numbers that are the same each time."""
 
 import gc
 import os
@@ -79,9 +79,9 @@ def pytest_collection_modifyitems(config, items):
     that need GPUs.
     """
     if (left_out := LEFT_OUT.get(os.environ.get("AMPKIT_EXTENSION"))) is not None:
-        others = [item for item in items if left_out(item)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        useless = [item for item in items if left_out(item)]
+        config.hook.pytest_deselected(items=useless)
+        items[:] = [item for item in items if item not in set(useless)]
     if os.environ.get("AMPKIT_EMULATION") != "ptx":
         items[:] = [item for item in items if item.get_closest_marker("ptx") is None]
     if not cuda_is_emulated():
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What every test would pay for: the collector walks all that is alive."""
+    """Run the garbage collector less often: it walks all live objects, a cost that every test would pay."""
     gc.set_threshold(50_000, 20, 20)
 
 

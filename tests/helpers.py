@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Helpers that several test files share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def o1(
 
 
 def casts_made(casting: Casting) -> int | None:
-    """How many casts of weights the store in bfloat16 has made; None without one, where each use of a weight makes a cast."""
+    """The number of casts of weights that the bfloat16 store has made; None without a store, where each use of a weight is cast."""
     store = casting.caches.of(torch.bfloat16)
     return None if store is None else store.casts_made
 
@@ -73,7 +73,7 @@ NAMESPACES = (
 
 @contextlib.contextmanager
 def torch_left_as_found() -> Iterator[None]:
-    """What runs inside leaves torch as it was: every attribute, by identity."""
+    """Assert that the code inside leaves torch unchanged: every attribute, by identity."""
     before = [dict(vars(namespace)) for namespace in NAMESPACES]
     yield
     for namespace, attributes in zip(NAMESPACES, before):
@@ -90,7 +90,7 @@ STORED_BF16 = "O2 in bfloat16"
 
 
 def at(level: str, **settings) -> dict[str, Any]:
-    """What `ampkit.initialize` is told for an opt level or `STORED_BF16`; ``settings`` go before those of the level."""
+    """The arguments of `ampkit.initialize` for an opt level or `STORED_BF16`; ``settings`` override those of the level."""
     stored = {"opt_level": "O2", "cast_model_type": torch.bfloat16, "loss_scale": 1.0}
     return {**(stored if level == STORED_BF16 else {"opt_level": level}), **settings}
 
@@ -170,14 +170,14 @@ def take_steps(optimizer, params: Iterable[torch.Tensor], steps: Iterable[int]) 
         optimizer.step()
 
 
-def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float) -> None:
-    """Each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance), (mine, theirs)
+def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float) -> None:
+    """Assert each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance), (x, y)
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
-    """What ``torch.load`` makes of what ``torch.save`` wrote."""
+    """Return ``thing`` after a round trip through ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -185,7 +185,7 @@ def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """As DataParallel makes them, on one device."""
+    """Return a replica of the module, made as by DataParallel, on one device."""
     made = module._replicate_for_data_parallel()
     made._former_parameters = dict(module._parameters)
     for name, param in module._parameters.items():
@@ -229,7 +229,7 @@ def params_after_handing_on(dtype: torch.dtype, first: Callable, second: Callabl
 
 
 def fill_gradients(params: Iterable[torch.Tensor], seed: int) -> None:
-    """The same numbers whatever the precision of the parameters: each of them holds eighths from -4 to 4."""
+    """Set the same gradients in any precision of the parameters: each precision holds eighths from -4 to 4 exactly."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         param.grad = (torch.randint(-32, 33, param.shape, generator=generator) / 8.0).to(param.dtype)
@@ -241,10 +241,10 @@ def _steps_with(optimizer: Any, model: nn.Module, seeds: Iterable[int]) -> None:
         optimizer.step()
 
 
-def assert_same_state(found: Any, expected: Any, tolerance: float) -> None:
-    """Of two optimizers the ``state_dict()["state"]``: the same names, shapes and dtypes, and values within ``tolerance``."""
-    assert found.keys() == expected.keys()
-    for index, state in found.items():
+def assert_same_state(actual: Any, expected: Any, tolerance: float) -> None:
+    """Assert that the state of two optimizers has the same names, shapes and dtypes, and values within ``tolerance``."""
+    assert actual.keys() == expected.keys()
+    for index, state in actual.items():
         assert list(state) == list(expected[index])
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -267,15 +267,15 @@ def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, lev
     _steps_with(optimizer, plain, range(6, 9))
     expected.append(plain)
     for before, after in itertools.pairwise(expected):
-        for one, other in zip(before.parameters(), after.parameters()):
-            assert (one - other).abs().max() > 100 * tolerance, "steps that nobody would miss"
+        for x, y in zip(before.parameters(), after.parameters()):
+            assert (x - y).abs().max() > 100 * tolerance, "steps that nobody would miss"
 
     model, optimizer = initialize_quietly(model, make_optimizer, level, loss_scale=1.0)
     assert {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
     _steps_with(optimizer, model, range(6))
     assert_all_close(ampkit.master_params(optimizer), expected[1].parameters(), tolerance)
     assert_same_state(optimizer.state_dict()["state"], state["state"], 10 * tolerance)
-    ours, values = saved_and_loaded(optimizer.state_dict()), copy.deepcopy(expected[1])
+    saved, values = saved_and_loaded(optimizer.state_dict()), copy.deepcopy(expected[1])
     with torch.no_grad():
         for value, lent in zip(values.parameters(), ampkit.master_params(optimizer)):
             value.copy_(lent)
@@ -284,7 +284,7 @@ def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, lev
     ampkit.close()
 
     optimizer = make_optimizer(values.parameters())
-    optimizer.load_state_dict(ours)
+    optimizer.load_state_dict(saved)
     loaded = copy.deepcopy(optimizer.state_dict()["state"])
     _steps_with(optimizer, values, range(6, 9))
     assert_all_close(values.parameters(), expected[2].parameters(), tolerance)
@@ -321,12 +321,12 @@ class ScaleOnPaper:
 
 
 def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
-    """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; what its work returned in each."""
+    """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; return the result of each."""
     return results_of_ranks(script, folder, 2)
 
 
 def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
-    """The same in so many processes."""
+    """Run ``script`` in ``count`` processes; return the result of each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     files = [folder / f"rank{rank}.pt" for rank in range(count)]
     for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
@@ -434,7 +434,7 @@ class TwoHeads(nn.Module):
 
 
 def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
-    """What a rank hands to `TwoHeads` in its ``index``-th pass."""
+    """The input of a rank for `TwoHeads` in its ``index``-th pass."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
 
 
@@ -443,7 +443,7 @@ def gradients_by_name(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) -> dict[str, torch.Tensor | None]:
-    """Those of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
+    """The gradients of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
     model = TwoHeads().double()
     for index in range(passes):
         for rank in range(2):
@@ -451,12 +451,12 @@ def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) 
     return gradients_by_name(model)
 
 
-def assert_gradients_close(found: dict, wanted: dict, tolerance: float = 1e-5) -> None:
-    """The same names, none where none is wanted, and values within ``tolerance`` of the largest, or of 1."""
-    assert found.keys() == wanted.keys()
+def assert_gradients_close(actual: dict, wanted: dict, tolerance: float = 1e-5) -> None:
+    """Assert the same names, None where None is wanted, and values within ``tolerance`` of the largest, or of 1."""
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
         if value is None:
-            assert found[name] is None, name
+            assert actual[name] is None, name
         else:
-            difference = (found[name].double() - value).abs().max()
-            assert difference <= tolerance * max(1.0, value.abs().max()), (name, found[name], value)
+            difference = (actual[name].double() - value).abs().max()
+            assert difference <= tolerance * max(1.0, value.abs().max()), (name, actual[name], value)

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Run:
-    """A model, its optimizer, and how many iterations they have behind them."""
+    """A model, its optimizer, and the number of iterations that they have run."""
 
     def __init__(self, args: argparse.Namespace):
         torch.manual_seed(args.seed)
@@ -58,11 +58,11 @@ class Run:
         self.model, self.optimizer = ampkit.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def train(self, images: torch.Tensor, labels: torch.Tensor, until: int) -> list[float]:
-        """Iterations up to number ``until``; their losses."""
+        """Run iterations up to number ``until``; returns their losses."""
         losses = []
         self.model.train()
         while self.iteration < until:
-            # Which images, is a function of the iteration: nothing about it has to be saved.
+            # The images are a function of the iteration: no state of the order has to be saved.
             generator = torch.Generator().manual_seed(self.args.seed + self.iteration)
             chosen = torch.randint(len(images), (self.args.batch_size,), generator=generator)
             x, y = images[chosen].to(DEVICE), labels[chosen].to(DEVICE)
@@ -78,8 +78,8 @@ class Run:
     @torch.no_grad()
     def accuracy(self, images: torch.Tensor, labels: torch.Tensor) -> float:
         self.model.eval()
-        found = [self.model(part.to(DEVICE)).argmax(1).cpu() for part in images.split(256)]
-        return (torch.cat(found) == labels).float().mean().item()
+        predicted = [self.model(part.to(DEVICE)).argmax(1).cpu() for part in images.split(256)]
+        return (torch.cat(predicted) == labels).float().mean().item()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -90,7 +90,7 @@ class Run:
         }
 
     def load(self, file: Path) -> None:
-        """After initialize: what is loaded is float32."""
+        """Load a checkpoint, after initialize: its values are float32."""
         saved = torch.load(file, map_location=DEVICE)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -109,12 +109,12 @@ def load_images(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, t
         labels = torch.tensor(digits.target)
         return images[:1500], labels[:1500], images[1500:], labels[1500:]
     sets = [torchvision.datasets.CIFAR10(args.data, train, download=args.download) for train in (True, False)]
-    pairs = [(torch.tensor(one.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(one.targets)) for one in sets]
+    pairs = [(torch.tensor(raw.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(raw.targets)) for raw in sets]
     return *pairs[0], *pairs[1]
 
 
 def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.Tensor) -> None:
-    """A run that is saved half-way and resumed in new objects, against one that goes through: every bit of the state."""
+    """Compare a run that is saved half-way and resumed in new objects with one that goes through: every bit of the state."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     whole = Run(args)
     whole.train(images, labels, args.iters // 2)
@@ -126,11 +126,11 @@ def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.T
     resumed = Run(args)
     resumed.load(args.save)
     assert resumed.train(images, labels, args.iters) == losses
-    found = flat(resumed.state())
+    actual = flat(resumed.state())
     ampkit.close()
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        same = torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name]
+        same = torch.equal(value, actual[name]) if isinstance(value, torch.Tensor) else value == actual[name]
         assert same, f"{name} differs after resuming"
     print(
         f"{args.opt_level}: {len(losses)} iterations after resuming, {len(expected)} entries of model, optimizer and loss scale: "
@@ -139,11 +139,11 @@ def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.T
 
 
 def compare(args: argparse.Namespace, levels: Sequence[str]) -> None:
-    """A table of O0 and these levels: milliseconds and memory of an iteration with their ratio to O0's, and the last loss."""
+    """Print O0 and these levels: milliseconds and memory of an iteration with their ratio to O0's, and the last loss."""
     print("level   ms/iteration   to O0    peak MiB   to O0    last losses")
     base: tuple[float, float] | None = None
     for level in ("O0", *levels):
-        # A process each: what it holds at most is a number of the process.
+        # A process for each level: its peak memory is a number of the process.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             seconds, peak, last = pool.apply(measured, (argparse.Namespace(**{**vars(args), "opt_level": level}),))
         base = base or (seconds, peak)
@@ -166,7 +166,7 @@ def measured(args: argparse.Namespace) -> tuple[float, float, float]:
 
 
 def held_at_most() -> int:
-    """Bytes: of tensors on a GPU, of the whole process elsewhere."""
+    """The peak of bytes held: by tensors on a GPU, by the whole process elsewhere."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
@@ -176,7 +176,7 @@ def held_at_most() -> int:
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:
-    """Nested dicts and lists as one dict."""
+    """Flatten nested dicts and lists into one dict."""
     if isinstance(state, dict):
         return {key: value for part in state for key, value in flat(state[part], f"{name}.{part}").items()}
     if isinstance(state, list):

@@ -30,7 +30,7 @@ def convolution(channels: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]
 
 
 def least_times(works: Sequence[Callable], rounds: int) -> list[float]:
-    """Seconds of each."""
+    """Return the least seconds of each work."""
     clock = time.perf_counter if ON_CUDA else time.process_time
     best = [float("inf")] * len(works)
     for _ in range(rounds):

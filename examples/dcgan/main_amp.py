@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
 
 
 def load_images() -> torch.Tensor:
-    """scikit-learn's handwritten digits, one channel, -1 to 1."""
+    """Load scikit-learn's handwritten digits, one channel, -1 to 1."""
     small = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 8 - 1
     return F.interpolate(small, size=IMAGE_SIZE, mode="bilinear", align_corners=False)
 
@@ -110,7 +110,7 @@ def judge(output: torch.Tensor, target: float) -> torch.Tensor:
 
 
 class Generator(nn.Sequential):
-    """Noise (N, 64) to images (N, 1, 32, 32)."""
+    """A generator from noise (N, 64) to images (N, 1, 32, 32)."""
 
     def __init__(self, width: int):
         layers: list[nn.Module] = [nn.Unflatten(1, (NOISE, 1, 1))]
@@ -121,7 +121,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Images to logits (N,): above 0 for real."""
+    """A discriminator from images to logits (N,): above 0 for real."""
 
     def __init__(self, width: int):
         layers: list[nn.Module] = [nn.Conv2d(1, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
@@ -132,7 +132,7 @@ class Discriminator(nn.Sequential):
 
 
 def initialize_weights(module: nn.Module) -> None:
-    """Radford et al., 2016: weights from N(0, 0.02)."""
+    """Draw weights from N(0, 0.02), as in Radford et al., 2016."""
     if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):

@@ -22,7 +22,7 @@ KEYS = {"run", "iteration", "skipped", "best_top1", "model", "optimizer", "amp",
 
 
 class CheckpointError(Exception):
-    """The file given to --resume is not a checkpoint that this run can continue."""
+    """An error for a file given to --resume that is not a checkpoint that this run can continue."""
 
 
 def save(state: dict[str, Any], folder: Path, is_best: bool) -> None:
@@ -40,7 +40,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The checkpoint at ``path``, on the CPU."""
+    """Load the checkpoint at ``path``, on the CPU."""
     if not path.is_file():
         raise CheckpointError(
             f"found no file at '{path}'; --resume expected a checkpoint written by main_amp.py."
@@ -67,10 +67,10 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+def check_same_run(saved: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
     """Refuse a checkpoint whose iterations would not continue in this run, naming each setting that differs."""
-    names = [name for name in expected if found.get(name) != expected[name]]
-    different = [f"{name} {found.get(name)} (this run: {expected[name]})" for name in names]
+    names = [name for name in expected if saved.get(name) != expected[name]]
+    different = [f"{name} {saved.get(name)} (this run: {expected[name]})" for name in names]
     if different:
         raise CheckpointError(
             f"found '{path}' written with {', '.join(different)}; expected the settings of this run, or its iterations"
@@ -80,30 +80,30 @@ def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) 
 
 def check_same_on_all_ranks(state: dict[str, Any] | None) -> None:
     """Refuse to continue from different iterations, as where ``--resume auto`` finds the folder on some machines only."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, None if state is None else state["iteration"])
-    if len(set(found)) > 1:
+    iterations: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(iterations, None if state is None else state["iteration"])
+    if len(set(iterations)) > 1:
         raise CheckpointError(
-            f"found checkpoints of iterations {found}, by rank; expected the same one on all. Put --checkpoint-dir on a file"
+            f"found checkpoints of iterations {iterations}, by rank; expected the same one on all. Put --checkpoint-dir on a file"
             " system that all machines share."
         )
 
 
 def whole(state: Any) -> Any:
-    """The same with every sharded tensor put together, on the CPU. All ranks must call it."""
+    """Return the state with every sharded tensor put together, on the CPU. All ranks must call it."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     return state.full_tensor().cpu() if isinstance(state, DTensor) else state
 
 
 def load_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Whole tensors into a model, sharded or not."""
-    own = model.state_dict()
-    model.load_state_dict({name: _parted_like(own.get(name), value) for name, value in state.items()})
+    """Load whole tensors into a model, sharded or not."""
+    templates = model.state_dict()
+    model.load_state_dict({name: _parted_like(templates.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Whole tensors into an optimizer, of sharded parameters or not."""
+    """Load whole tensors into an optimizer, of sharded parameters or not."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     param_of = dict(zip(keys, params))
@@ -124,13 +124,13 @@ def _parted_like(template: torch.Tensor | None, value: Any) -> Any:
 
 def collect_rng_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
     """The state of each rank's random number generators, by rank. All ranks must call it."""
-    mine = {"cpu": torch.get_rng_state()}
+    rank_state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        mine["cuda"] = torch.cuda.get_rng_state(device)
+        rank_state["cuda"] = torch.cuda.get_rng_state(device)
     if not dist.is_initialized():
-        return [mine]
+        return [rank_state]
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, mine)
+    dist.all_gather_object(states, rank_state)
     return states
 
 

@@ -17,7 +17,7 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, fo
 
 
 class DataFolderError(Exception):
-    """The folder given on the command line does not hold what training needs."""
+    """An error for a folder that does not hold what training needs."""
 
 
 class SeededImageFolder(ImageFolder):
@@ -77,11 +77,11 @@ def val_order(samples: int, batch_size: int, rank: int, world_size: int) -> list
 
 
 def open_folder(root: Path, augment: str, image_size: int, seed: int) -> tuple[SeededImageFolder, SeededImageFolder]:
-    """The datasets of ``root/train`` and ``root/val``, after a look at whether they belong together."""
+    """Open the datasets of ``root/train`` and ``root/val``, and check that they belong together."""
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            found = sorted(entry.name for entry in root.iterdir())[:8] if root.is_dir() else None
-            listing = f"a folder with {', '.join(found) or 'nothing in it'}" if found is not None else "no such folder"
+            names = sorted(entry.name for entry in root.iterdir())[:8] if root.is_dir() else None
+            listing = f"a folder with {', '.join(names) or 'nothing in it'}" if names is not None else "no such folder"
             raise DataFolderError(
                 f"found {listing} at '{root}'; expected '{root / split}', with one folder of images per class."
                 " Give the folder that holds train/ and val/, or make one with make_digits.py."
@@ -122,7 +122,7 @@ def make_loader(dataset: SeededImageFolder, batches: TrainOrder | list, workers:
 def prefetch(
     loader: DataLoader, device: torch.device, memory_format: torch.memory_format
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Normalised float32 batches on ``device``; on CUDA the next one is copied while the caller works on this one."""
+    """Yield normalised float32 batches on ``device``; on CUDA the next one is copied while the caller works on this one."""
     mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
     std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
 
@@ -161,5 +161,5 @@ def _hand_over(
 
 
 def mix_seeds(*parts: int) -> int:
-    """One well-mixed 64-bit seed from several small numbers."""
+    """Mix several small numbers into one 64-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def slowness_of(lower_precision: torch.dtype) -> float:
-    """How many times as long as in float32 a convolution takes."""
+    """Measure how many times as long as in float32 a convolution takes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seconds = {}
     for dtype in (torch.float32, lower_precision):
@@ -94,13 +94,13 @@ def slowness_of(lower_precision: torch.dtype) -> float:
 
 
 def largest_difference(runs: dict[str, list[dict[str, Any]]]) -> float:
-    """Of O1's training losses from O0's at the same iteration, relative to O0's."""
+    """The largest difference between training losses of O1 and O0 at the same iteration, relative to O0's."""
     losses = {level: [row["loss"] for row in rows if row["phase"] == "train"] for level, rows in runs.items()}
     return max(abs(low - full) / full for full, low in zip(losses["O0"], losses["O1"]))
 
 
 def train(level: str, folder: Path, options: list[str]) -> list[dict[str, Any]]:
-    """Run main_amp.py at one level; the rows of its metrics file."""
+    """Run main_amp.py at one level; returns the rows of its metrics file."""
     rows = folder / f"{level}.jsonl"
     script = Path(__file__).with_name("main_amp.py")
     options = [*options, "--opt-level", level, "--metrics", str(rows), "--checkpoint-dir", str(folder / level)]
@@ -149,7 +149,7 @@ def draw_losses(runs: dict[str, list[dict[str, Any]]], path: Path) -> Path:
 
 
 def precision_note(speed_up: float) -> str:
-    """What a reader should know when this machine is not one that mixed precision makes faster."""
+    """A note for readers on a machine that mixed precision does not make faster."""
     if torch.cuda.is_available():
         return ""
     native = cpu_has_bfloat16()

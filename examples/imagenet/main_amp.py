@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Run:
-    """What training works on, and how far it has come."""
+    """The objects that training works on, and how far it has come."""
 
     args: argparse.Namespace
     device: torch.device
@@ -206,7 +206,7 @@ def choose_device(args: argparse.Namespace) -> tuple[torch.device, int, int]:
 
 
 def load_saved(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint that --resume names, if it is one of such a run."""
+    """Load the checkpoint that --resume names, if it is one of such a run."""
     path = checkpoint.latest(args.checkpoint_dir) if args.resume == AUTO else args.resume
     if path is None:
         return None
@@ -250,14 +250,14 @@ def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
     model = torchvision.models.get_model(arch, weights=None, num_classes=classes)
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT.get_state_dict(progress=True)
-        own = model.state_dict()  # the classifier stays new where the number of classes differs
-        fitting = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
+        new = model.state_dict()  # the classifier stays new where the number of classes differs
+        fitting = {name: value for name, value in weights.items() if name in new and value.shape == new[name].shape}
         model.load_state_dict(fitting, strict=False)
     return model
 
 
 def shard(model: nn.Module, args: argparse.Namespace, device: torch.device, world_size: int) -> None:
-    """FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
+    """Shard by FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
     settings = dict(opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32)
     mesh = dist.device_mesh.init_device_mesh(device.type, (world_size,))
     for part in model.children():
@@ -271,14 +271,14 @@ def memory_format_of(args: argparse.Namespace) -> torch.memory_format:
 
 
 def open_rows(args: argparse.Namespace, rank: int, saved: dict[str, Any] | None) -> metrics.MetricsFile:
-    """The metrics file, rank 0's. --resume appends; 'auto' also drops rows that a killed run wrote after its last checkpoint."""
+    """Open rank 0's metrics file. --resume appends; 'auto' also drops rows that a killed run wrote after its last checkpoint."""
     done = saved["iteration"] if saved else 0
     drop_after = done if args.resume == AUTO else None
     return metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None, drop_after=drop_after)
 
 
 def resume(run: Run, saved: dict[str, Any]) -> None:
-    """Go on where the checkpoint was written; --evaluate needs no more than its weights."""
+    """Continue from the checkpoint; --evaluate needs its weights only."""
     checkpoint.load_model(run.model, saved["model"])
     if not run.args.evaluate:
         checkpoint.load_optimizer(run.optimizer, saved["optimizer"])
@@ -288,7 +288,7 @@ def resume(run: Run, saved: dict[str, Any]) -> None:
 
 
 def train(run: Run, loader: torch.utils.data.DataLoader, val_loader: torch.utils.data.DataLoader) -> None:
-    """Epochs, each followed by a validation and a checkpoint, as far as --epochs and --max-iters ask."""
+    """Run epochs, each followed by a validation and a checkpoint, as far as --epochs and --max-iters ask."""
     args = run.args
     last = min(args.epochs * run.order.batches_per_epoch, args.max_iters or math.inf)
     if run.iteration >= last:
@@ -297,10 +297,10 @@ def train(run: Run, loader: torch.utils.data.DataLoader, val_loader: torch.utils
     with metrics.trace_iterations(traced, args.checkpoint_dir / "trace.json") as mark_iteration:
         while run.iteration < last:
             epoch = train_one_epoch(run, loader, last, mark_iteration)
-            found = validate(run, val_loader)
-            is_best = found.top1 > run.best_top1
-            run.best_top1 = max(run.best_top1, found.top1)
-            run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
+            averages = validate(run, val_loader)
+            is_best = averages.top1 > run.best_top1
+            run.best_top1 = max(run.best_top1, averages.top1)
+            run.report(f"epoch {epoch} val {describe(averages)}, best top-1 {run.best_top1:.2f}")
             save(run, is_best)
 
 
@@ -324,12 +324,12 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
 
         # Reading a number waits for the device, so without a metrics file it is done now and then only.
         if args.metrics or done % args.print_freq == 0:
-            found = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
+            averages = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
             now = time.perf_counter()
             images_per_s, clock = order.global_batch * done / (now - clock), now
             state, done = run.state(), 0
-            run.rows.write(phase="train", images_per_s=images_per_s, **found._asdict(), **state)
-            numbers = f"{describe(found)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
+            run.rows.write(phase="train", images_per_s=images_per_s, **averages._asdict(), **state)
+            numbers = f"{describe(averages)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
             bar.set_postfix_str(numbers, refresh=False)
         if args.save_freq and run.iteration % args.save_freq == 0 and run.iteration < min(last, (epoch + 1) * steps):
             save(run, is_best=False)
@@ -338,7 +338,7 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
 
 
 def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> float:
-    """The rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
+    """Return the rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
     peak = args.lr * global_batch / 256
     if epoch < args.warmup_epochs:
         return peak * (epoch + 0.01) / (args.warmup_epochs + 0.01)  # not 0 in the first iteration
@@ -349,7 +349,7 @@ def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> 
 
 
 def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step on one batch, in ``--accumulate`` parts; (logits, loss) of the batch."""
+    """Take one step on one batch, in ``--accumulate`` parts; returns (logits, loss) of the batch."""
     parts = list(zip(images.chunk(run.args.accumulate), target.chunk(run.args.accumulate)))
     logits, losses = [], []
     run.optimizer.zero_grad()
@@ -370,7 +370,7 @@ def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[to
 
 @contextmanager
 def without_reduction(run: Run) -> Iterator[None]:
-    """Gradients of the backward pass inside stay on their process."""
+    """Keep gradients of the backward pass inside on their process."""
     if run.world_size == 1:
         yield
     elif run.args.fsdp:
@@ -383,7 +383,7 @@ def without_reduction(run: Run) -> Iterator[None]:
 
 
 def forward(model: nn.Module, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
+    """Return (logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
     output = model(images)
     if isinstance(output, torch.Tensor):
         return output, F.cross_entropy(output, target)
@@ -409,14 +409,14 @@ def validate(run: Run, loader: torch.utils.data.DataLoader) -> metrics.Averages:
         most = len(data.val_order(len(loader.dataset), run.args.batch_size, 0, run.world_size))
         for _ in range(most - len(loader)):
             run.model(torch.zeros(1, 3, size, size, device=run.device))
-    found = metrics.averages_over_ranks(sums)
+    averages = metrics.averages_over_ranks(sums)
     images_per_s = len(loader.dataset) / (time.perf_counter() - start)
-    run.rows.write(phase="val", images_per_s=images_per_s, **found._asdict(), **run.state())
-    return found
+    run.rows.write(phase="val", images_per_s=images_per_s, **averages._asdict(), **run.state())
+    return averages
 
 
 def save(run: Run, is_best: bool) -> None:
-    """A checkpoint by rank 0, with whole float32 tensors: it continues with any number of processes, with FSDP2 or without."""
+    """Save a checkpoint by rank 0, with whole float32 tensors: it continues with any number of processes, with FSDP2 or without."""
     share_buffers(run)
     state = {
         "run": run.settings,
@@ -433,14 +433,14 @@ def save(run: Run, is_best: bool) -> None:
 
 
 def share_buffers(run: Run) -> None:
-    """Rank 0's running statistics on all ranks: each has its own while training, and FSDP2 never makes them equal."""
+    """Copy rank 0's running statistics to all ranks: each has its own while training, and FSDP2 never makes them equal."""
     if run.world_size > 1:
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
 
 
-def describe(found: metrics.Averages) -> str:
-    return f"loss {found.loss:.4f}, top-1 {found.top1:.2f}, top-5 {found.top5:.2f}"
+def describe(averages: metrics.Averages) -> str:
+    return f"loss {averages.loss:.4f}, top-1 {averages.top1:.2f}, top-5 {averages.top5:.2f}"
 
 
 def at_least(smallest: int):

@@ -17,7 +17,7 @@ EVERY = 5  # of each class, every fifth scan in the order of the dataset goes to
 
 
 def make_digits(folder: Path) -> dict[str, int]:
-    """Write the images below ``folder``; the number of images of each split."""
+    """Write the images below ``folder``; returns the number of images of each split."""
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans count from 0 to 16
     seen, counts = [0] * 10, {"train": 0, "val": 0}

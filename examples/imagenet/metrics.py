@@ -1,4 +1,4 @@
-"""What a run reports: averages over all ranks' samples, rows of a JSON lines file, peak memory, a profiler trace."""
+"""Reports of a run: averages over all ranks' samples, rows of a JSON lines file, peak memory, a profiler trace."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ class Averages(NamedTuple):
 
 
 def batch_sums(loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Loss, top-1 hits, top-5 hits and samples of one batch, summed, in float64. Stays on the device."""
+    """Sum loss, top-1 hits, top-5 hits and samples of one batch, in float64. Stays on the device."""
     best = logits.detach().topk(min(5, logits.size(1)), dim=1).indices
     hits = best == target[:, None]
     samples = torch.tensor(float(len(target)), dtype=torch.float64, device=loss.device)
@@ -49,7 +49,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """One JSON object per line, each with every key of `ROW`. Without a path, a file that is never written.
+    """A file of one JSON object per line, each with every key of `ROW`. Without a path, nothing is written.
 
     ``drop_after`` takes out the rows of later iterations than this one: a run that was killed had got that far, and they will
     be written again.

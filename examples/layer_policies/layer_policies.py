@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The softmax is a layer of the model, named ``head``, so that a policy can name it."""
+    """A classifier whose softmax is a layer of the model, named ``head``, so that a policy can name it."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -44,13 +44,13 @@ class Classifier(nn.Module):
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of the plane, and the quadrant of each."""
+    """Return points of the plane, and the quadrant of each."""
     points = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return points, (points[:, 0] > 0).long() + 2 * (points[:, 1] > 0).long()
 
 
 def dtypes_of(model: nn.Module, points: torch.Tensor) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """By layer, the dtypes of its variables and of what it computes: Keras' ``variable_dtype``, and its ``compute_dtype``."""
+    """The dtypes of each layer's variables and of what it computes: Keras' ``variable_dtype`` and ``compute_dtype``."""
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     handles = [
         layer.register_forward_hook(
@@ -76,7 +76,7 @@ def train(
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, keep_fp32="head", verbosity=0)
     dtypes = dtypes_of(model, points)
 
-    # The verbs, one by one: what comes out of backward() is scaled, what stands there after the block is not.
+    # The verbs, one by one: gradients are scaled after backward(), and unscaled after the block.
     weight = model.head[0].weight
     with ampkit.scale_loss(F.nll_loss(model(points), quadrant), optimizer) as scaled_loss:
         scaled_loss.backward()

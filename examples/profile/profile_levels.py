@@ -36,7 +36,7 @@ Rows = dict[tuple[str, str], tuple[int, float]]  # (operator or kernel, dtype) -
 
 
 def record(setting: dict[str, Any], batch: int, size: int, steps: int, trace: Path) -> Rows:
-    """Train a step, then ``steps`` under the profiler; what ran in one of them. ``trace`` gets the last."""
+    """Train a step, then ``steps`` under the profiler; returns what ran in one of them. ``trace`` gets the last."""
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=10).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -51,68 +51,68 @@ def record(setting: dict[str, Any], batch: int, size: int, steps: int, trace: Pa
 
     step()  # first-time work
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ON_CUDA else [])
-    found = []
+    steps_rows = []
     for _ in range(steps):
         with profile(activities=activities, record_shapes=True) as profiler:
             step()
             if ON_CUDA:
                 torch.cuda.synchronize()
         profiler.export_chrome_trace(str(trace))
-        found.append(summarise(json.loads(trace.read_text())["traceEvents"]))
+        steps_rows.append(summarise(json.loads(trace.read_text())["traceEvents"]))
     ampkit.close()
-    return medians(found)
+    return medians(steps_rows)
 
 
 def medians(steps: Sequence[Rows]) -> Rows:
-    """Row by row; one that a step lacks took no time there."""
+    """Take medians row by row; a row that a step lacks took no time there."""
     keys = dict.fromkeys(key for rows in steps for key in rows)
     by_key = {key: [rows.get(key, (0, 0.0)) for rows in steps] for key in keys}
     return {
-        key: (statistics.median_high(calls for calls, _ in found), statistics.median(ms for _, ms in found))
-        for key, found in by_key.items()
+        key: (statistics.median_high(calls for calls, _ in pairs), statistics.median(ms for _, ms in pairs))
+        for key, pairs in by_key.items()
     }
 
 
 def summarise(events: Sequence[dict[str, Any]]) -> Rows:
-    """Time by operator, with the dtype of its first floating input: on a GPU of each of its kernels, else its own on the host."""
+    """Sum time by operator, with the dtype of its first floating input: on a GPU of its kernels, else its own on the host."""
     operators = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
         launched = {operator["args"].get("External id"): operator for operator in operators}
         pairs = [(launched.get(kernel["args"].get("External id")), kernel) for kernel in kernels]
-        found = [
+        timed = [
             (f"{short(operator['name'])}: {short(kernel['name'])}", operator, kernel["dur"])
             for operator, kernel in pairs
             if operator is not None
         ]
     else:
-        own = own_times(operators)
-        found = [(short(operators[index]["name"]), operators[index], own[index]) for index in own]
+        self_times = own_times(operators)
+        timed = [(short(operators[index]["name"]), operators[index], self_times[index]) for index in self_times]
     rows: dict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for name, operator, microseconds in found:
+    for name, operator, microseconds in timed:
         calls, milliseconds = rows[name, dtype_of(operator)]
         rows[name, dtype_of(operator)] = calls + 1, milliseconds + microseconds / 1000
     return dict(rows)
 
 
 def short(name: str) -> str:
-    """Without namespaces, and without what a template was made for."""
+    """Strip namespaces and template arguments from a name."""
     return re.sub(r"^void |<.*|\(.*", "", name).rpartition("::")[2]
 
 
 def own_times(operators: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """The time of each without that of the operators that it calls."""
-    own = {index: operator["dur"] for index, operator in enumerate(operators)}
+    """The time of each operator without that of the operators that it calls."""
+    self_times = {index: operator["dur"] for index, operator in enumerate(operators)}
     open_ones: dict[Any, list[int]] = defaultdict(list)  # by thread, the innermost last
-    for index in sorted(own, key=lambda index: (operators[index]["ts"], -operators[index]["dur"])):
+    for index in sorted(self_times, key=lambda index: (operators[index]["ts"], -operators[index]["dur"])):
         operator = operators[index]
         above = open_ones[operator["tid"]]
         while above and operators[above[-1]]["ts"] + operators[above[-1]]["dur"] <= operator["ts"]:
             above.pop()
         if above:
-            own[above[-1]] -= operator["dur"]
+            self_times[above[-1]] -= operator["dur"]
         above.append(index)
-    return own
+    return self_times
 
 
 def dtype_of(operator: dict[str, Any]) -> str:
@@ -135,7 +135,7 @@ def table(name: str, rows: Rows, top: int) -> str:
 
 
 def draw(results: dict[str, Rows], top: int, path: Path) -> None:
-    """A panel for each level, all on one scale, so that bars compare across levels."""
+    """Draw a panel for each level, all on one scale, so that bars compare across levels."""
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot
 

@@ -31,7 +31,7 @@ AMD = {"time": -46.4, "memory": -49.8, "inference time": -32.2, "inference memor
 
 
 class ConvModel(nn.Sequential):
-    """1 x 1 convolutions: the same small network at each point of the grid."""
+    """A network of 1 x 1 convolutions: the same small network at each point of the grid."""
 
     def __init__(self, width: int = 256):
         layers: list[nn.Module] = [nn.Conv2d(2, width, 1)]
@@ -41,7 +41,7 @@ class ConvModel(nn.Sequential):
 
 
 def wave(grid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The points (1, 2, grid, grid) of the unit square, and at each the sum of two cosines in four levels, 0 to 1."""
+    """Return the points (1, 2, grid, grid) of the unit square, and at each the sum of two cosines in four levels, 0 to 1."""
     line = torch.linspace(0, 1, grid)
     x, y = torch.meshgrid(line, line, indexing="xy")
     total = torch.cos(2 * math.pi * 4 * x) + torch.cos(2 * math.pi * 2 * y)  # -2 to 2
@@ -133,11 +133,11 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._alive:
+            if storage._cdata not in inputs and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
@@ -145,8 +145,8 @@ class Meter(TorchDispatchMode):
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    found = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def table(results: dict[str, dict[str, float]]) -> str:

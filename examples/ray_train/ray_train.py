@@ -37,7 +37,7 @@ def train(config):
     weights = torch.cat([param.detach().double().flatten() for param in ampkit.master_params(optimizer)])
     everywhere = [torch.empty_like(weights) for _ in range(workers)]
     torch.distributed.all_gather(everywhere, weights)
-    agree = all(torch.equal(one, weights) for one in everywhere)
+    agree = all(torch.equal(other, weights) for other in everywhere)
     if rank == 0:
         print(f"ray {config['opt_level']}: loss {loss.item():.3f}, {workers} ranks agree: {agree}")
     ampkit.close()

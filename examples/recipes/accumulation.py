@@ -22,7 +22,7 @@ def build():
 
 
 def changes(model):
-    """What a step of SGD with a rate of 1 has changed: the sum of the gradients."""
+    """The changes by a step of SGD with a rate of 1: the sum of the gradients."""
     before = build()[0].state_dict()
     return torch.cat([(before[name] - value).flatten() for name, value in model.state_dict().items()])
 
@@ -35,9 +35,9 @@ def accumulated(delay: bool):
         with ampkit.scale_loss(loss, optimizer, delay_unscale=delay and index < MICRO_BATCHES - 1) as scaled_loss:
             scaled_loss.backward()
     optimizer.step()
-    found = changes(model)
+    changed = changes(model)
     ampkit.close()
-    return found
+    return changed
 
 
 plain, optimizer = build()

@@ -23,7 +23,7 @@ def build():
 
 
 def changes(model):
-    """What a step of SGD with a rate of 1 has changed: the clipped gradients."""
+    """The changes by a step of SGD with a rate of 1: the clipped gradients."""
     before = build()[0].state_dict()
     return torch.cat([(before[name] - value).flatten() for name, value in model.state_dict().items()])
 
@@ -41,10 +41,10 @@ with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled_loss:
 norm = ampkit.clip_grad_norm_(optimizer, MAX_NORM)  # the norm before
 optimizer.step()
 
-found, expected = changes(model), changes(plain)
-distance = float((found - expected).norm() / expected.norm())
-assert abs(norm / plain_norm - 1) < 0.01 and abs(found.norm() / MAX_NORM - 1) < 0.01 and distance < 0.02
+changed, expected = changes(model), changes(plain)
+distance = float((changed - expected).norm() / expected.norm())
+assert abs(norm / plain_norm - 1) < 0.01 and abs(changed.norm() / MAX_NORM - 1) < 0.01 and distance < 0.02
 ampkit.close()
 print(
-    f"clipping: norm {norm:.2f} (float32 {plain_norm:.2f}), clipped to {found.norm():.3f}, {distance:.2%} from float32"
+    f"clipping: norm {norm:.2f} (float32 {plain_norm:.2f}), clipped to {changed.norm():.3f}, {distance:.2%} from float32"
 )

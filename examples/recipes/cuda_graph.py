@@ -53,7 +53,7 @@ with torch.cuda.graph(graph):
 for _ in range(STEPS - WARM_UP):
     graph.replay()
 
-expected, found = (torch.cat([v.flatten() for v in net.state_dict().values()]) for net in (plain, model))
-distance = float((found - expected).norm() / expected.norm())
+expected, weights = (torch.cat([v.flatten() for v in net.state_dict().values()]) for net in (plain, model))
+distance = float((weights - expected).norm() / expected.norm())
 assert distance < 0.02
 print(f"cuda_graph: {STEPS} steps, {STEPS - WARM_UP} of them replayed, {distance:.2%} from float32")

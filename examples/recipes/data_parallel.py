@@ -38,8 +38,8 @@ with ampkit.scale_loss(F.mse_loss(parallel(x), y), optimizer) as scaled_loss:
     scaled_loss.backward()
 optimizer.step()
 
-found, expected = changes(model), changes(plain)
-distance = float((found - expected).norm() / expected.norm())
+changed, expected = changes(model), changes(plain)
+distance = float((changed - expected).norm() / expected.norm())
 assert distance < 0.02
 ampkit.close()
 print(f"data_parallel: {torch.cuda.device_count()} GPUs, step {distance:.2%} from float32 on one")

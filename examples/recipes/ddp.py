@@ -47,8 +47,8 @@ with ampkit.scale_loss(F.mse_loss(parallel(x[rank::world_size]), y[rank::world_s
     scaled_loss.backward()
 optimizer.step()
 
-found, expected = changes(model), changes(plain)
-distance = float((found - expected).norm() / expected.norm())
+changed, expected = changes(model), changes(plain)
+distance = float((changed - expected).norm() / expected.norm())
 assert distance < 0.02
 ampkit.close()
 if rank == 0:

@@ -49,8 +49,8 @@ torch.optim.SGD(plain.parameters(), lr=1.0).step()
 
 model = Net()
 model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O2", verbosity=0)
-mine, target = x[rank::world_size], y[rank::world_size].to(first + 1)
-with ampkit.scale_loss(F.mse_loss(DistributedDataParallel(model)(mine), target), optimizer) as scaled_loss:
+inputs, target = x[rank::world_size], y[rank::world_size].to(first + 1)
+with ampkit.scale_loss(F.mse_loss(DistributedDataParallel(model)(inputs), target), optimizer) as scaled_loss:
     scaled_loss.backward()
 optimizer.step()
 distance = float((changes(model) - changes(plain)).norm() / changes(plain).norm())

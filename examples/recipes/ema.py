@@ -44,8 +44,8 @@ start = torch.cat([value.flatten() for value in build().state_dict().values()])
 
 model = build()
 model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
-found = train(model, optimizer, scaled_backward)
-distance = float((found - expected).norm() / (expected - start).norm())
-assert found.dtype is torch.float32 and distance < 0.02
+weights = train(model, optimizer, scaled_backward)
+distance = float((weights - expected).norm() / (expected - start).norm())
+assert weights.dtype is torch.float32 and distance < 0.02
 ampkit.close()
 print(f"ema: after {STEPS} steps the average has moved as in float32, within {distance:.2%}")

@@ -20,12 +20,12 @@ with torch.inference_mode():
 
 model = ampkit.initialize(model, opt_level="O3", cast_model_outputs=torch.float32, verbosity=0)
 with torch.inference_mode():
-    found = model(x)
+    outputs = model(x)
 
-distance = float((found - expected).norm() / expected.norm())
+distance = float((outputs - expected).norm() / expected.norm())
 share = weight_bytes() / float32_bytes
-agreement = float((found.argmax(1) == expected.argmax(1)).float().mean())
-assert found.dtype is torch.float32 and share == 0.5 and distance < 0.02 and agreement > 0.95
+agreement = float((outputs.argmax(1) == expected.argmax(1)).float().mean())
+assert outputs.dtype is torch.float32 and share == 0.5 and distance < 0.02 and agreement > 0.95
 ampkit.close()
 print(
     f"inference: weights at {share:.0%} of float32's bytes, outputs {distance:.2%} away, {agreement:.0%} the same class"

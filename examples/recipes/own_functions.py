@@ -29,12 +29,12 @@ expected = entropy(p), blend(p, p), somebody_elses.attention(q, k)
 with ampkit.session(torch.nn.Linear(16, 16, device=device), opt_level="O1", verbosity=0):  # O1 casts calls everywhere
     product = q @ k.T / math.sqrt(16)
     weights = product.softmax(dim=-1)
-    found = entropy(weights), blend(product.softmax(dim=-1), product), somebody_elses.attention(q, k)
+    outputs = entropy(weights), blend(product.softmax(dim=-1), product), somebody_elses.attention(q, k)
     lower = product.dtype
 
 assert lower in (torch.float16, torch.bfloat16)
-assert found[0].dtype is torch.float32 and found[1].dtype is torch.float32
-distances = [float((found[i] - expected[i]).norm() / expected[i].norm()) for i in (0, 2)]
+assert outputs[0].dtype is torch.float32 and outputs[1].dtype is torch.float32
+distances = [float((outputs[i] - expected[i]).norm() / expected[i].norm()) for i in (0, 2)]
 assert distances[0] < 0.02 and distances[1] < 0.05
 print(
     f"own_functions: entropy {distances[0]:.2%} and attention {distances[1]:.2%} from float32; lower precision is {lower}"

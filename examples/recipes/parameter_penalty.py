@@ -42,9 +42,9 @@ def step_at(level):
     with ampkit.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    found = changes(model)
+    changed = changes(model)
     ampkit.close()
-    return found
+    return changed
 
 
 if __name__ == "__main__":

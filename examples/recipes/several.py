@@ -48,8 +48,8 @@ for loss_id, loss in enumerate(losses_of(*models)):
 for optimizer in optimizers:
     optimizer.step()
 
-found, expected = changes(models), changes(plain)
-distance = float((found - expected).norm() / expected.norm())
+changed, expected = changes(models), changes(plain)
+distance = float((changed - expected).norm() / expected.norm())
 assert distance < 0.02 and len(ampkit.state_dict()) == 3
 ampkit.close()
 print(f"several: 2 models, 2 optimizers, 3 losses: steps {distance:.2%} from float32")

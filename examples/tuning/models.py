@@ -31,7 +31,7 @@ def resnet():
 
 
 class Lstm(nn.Module):
-    """Two layers over bytes."""
+    """An LSTM of two layers over bytes."""
 
     def __init__(self, width=128):
         super().__init__()
@@ -72,8 +72,8 @@ def gpt():
 
 def text(length, count):
     """Batches of the source of torch.nn.Module, byte by byte: (bytes, those that follow each)."""
-    found = torch.tensor(list(inspect.getsource(nn.Module).encode()))
-    pieces = found[: len(found) // (length + 1) * (length + 1)].view(-1, length + 1)
+    content = torch.tensor(list(inspect.getsource(nn.Module).encode()))
+    pieces = content[: len(content) // (length + 1) * (length + 1)].view(-1, length + 1)
     return DataLoader(TensorDataset(pieces[:, :-1], pieces[:, 1:]), batch_size=count, shuffle=True)
 
 

@@ -1,4 +1,4 @@
-"""torch's clip_grad_norm_ in a block, as scripts of Apex's have it: told, and never refused."""
+"""torch's clip_grad_norm_ in a block, as scripts of Apex's have it: reported, and never refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_script_of_apexs_is_told_once_and_goes_on(capsys):
 
 @pytest.mark.parametrize("of", ["parameter", "input"])
 def test_a_gradient_without_an_optimizer_stays_scaled_and_is_told_of_once(of, caplog):
-    """Apex left it alone, and scripts divide it by hand."""
+    """Apex left such a gradient alone, and scripts divide it by hand."""
     model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
     trained = model[1] if of == "parameter" else model
     model, optimizer = amp.initialize(

@@ -260,7 +260,7 @@ def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
 
 
 class OldScaler:
-    """What a checkpoint of Apex holds: the scaler itself, as an object."""
+    """The scaler in a checkpoint of Apex: the object itself."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)

@@ -62,7 +62,7 @@ def test_star_imports_of_fp16_utils_bring_everything():
     assert set(NAMES["apex.fp16_utils"].split()) <= namespace.keys()
 
 
-# Of apex.contrib amp imported the optimizers, the rest has to be imported by its name.
+# In apex.contrib amp imported the optimizers; the rest has to be imported by its name.
 ATTRIBUTES = [name for name in NAMES if name.startswith("apex.") and not name.startswith("apex.contrib.clip_grad")]
 
 

@@ -106,7 +106,7 @@ def test_autocast_decides_the_output():
 
 @pytest.mark.parametrize("name, tolerance", [("fused_layer_norm", 1e-3), ("fused_rms_norm", 1e-6)])
 def test_float32_activations_stay_float32_at_o1(amp, name, tolerance):
-    """O1 is a state of torch's autocast; its lower precision is for matrix products, not for what a norm is given."""
+    """O1 is a state of torch's autocast; its lower precision is for matrix products, not for a norm's input."""
     model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
     x = torch.tensor([[1.0, 1.0003, 1.0006, 1.0012]])  # differences that float16 rounds
     found = getattr(functional, name)(x, (4,), 1e-12)

@@ -31,11 +31,11 @@ SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in FUSED_SETTINGS if hasattr(core, name) and hasattr(optimizers, name)])
 def test_steps_are_the_cores_bit_for_bit(name, dtype):
-    """What the core's steps are is tested in tests/optimizers; Apex's classes only count them elsewhere, and keep no rests."""
-    params, others = several_params(dtype), several_params(dtype)
+    """The core's steps are tested in tests/optimizers; Apex's classes only count them elsewhere, and keep no rests."""
+    params, core_params = several_params(dtype), several_params(dtype)
     take_steps(getattr(optimizers, name)(params, **FUSED_SETTINGS[name]), params, range(5))
-    take_steps(getattr(core, name)(others, rests=False, **FUSED_SETTINGS[name]), others, range(5))
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    take_steps(getattr(core, name)(core_params, rests=False, **FUSED_SETTINGS[name]), core_params, range(5))
+    assert all(torch.equal(a, b) for a, b in zip(params, core_params, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_fused_sgd_at_o2_gives_unscaled_master_gradients_and_skips_an_overflow(m
 
 
 class AsInFairseq(optimizers.FusedAdam):
-    """Lists, and one call for each group, with what Apex's optimizer had on ``self``."""
+    """A subclass as in fairseq: lists, and one call for each group, with the attributes of Apex's optimizer on ``self``."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -221,16 +221,16 @@ class AsInFairseq(optimizers.FusedAdam):
 def test_a_subclass_steps_with_the_kernels_that_it_finds_on_itself():
     params = several_params(torch.float32)
     twins = [nn.Parameter(p.detach().double()) for p in params]
-    ours, reference = AsInFairseq(params, **ADAM), torch.optim.AdamW(twins, **ADAM)
+    fused, reference = AsInFairseq(params, **ADAM), torch.optim.AdamW(twins, **ADAM)
     for step in range(4):
         for p, twin, gradient in zip(params, twins, drawn_gradients(step, params)):
             p.grad, twin.grad = gradient, gradient.double()
-        ours.step()
+        fused.step()
         reference.step()
         if step == 1:
-            saved = saved_and_loaded(ours.state_dict())
-            ours = AsInFairseq(params, **ADAM)
-            ours.load_state_dict(saved)
+            saved = saved_and_loaded(fused.state_dict())
+            fused = AsInFairseq(params, **ADAM)
+            fused.load_state_dict(saved)
     assert_all_close(params, twins, 1e-6)
 
 
@@ -264,7 +264,7 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, cap
     twins = [nn.Parameter(p.detach().double()) for p in params]
     settings = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
     groups, twin_groups = (
-        [{"params": part, **one} for part, one in zip((them[:2], them[2:]), settings)] for them in (params, twins)
+        [{"params": part, **decay} for part, decay in zip((them[:2], them[2:]), settings)] for them in (params, twins)
     )
     adam = cls(groups, lr=0.01, bias_correction=False, max_grad_norm=1.0)
     optimizer = wrapper.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
@@ -277,10 +277,10 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, cap
         optimizer.backward(loss)
         optimizer.step()
         for group in twin_groups:  # Adam without bias correction, in float64, from gradients as float16 holds them
-            at = [index for index, twin in enumerate(twins) if any(twin is one for one in group["params"])]
-            found = [(drawn[i].float() * 64).half().double() / 64 for i in at]
-            norm = torch.cat([g.reshape(-1) for g in found]).norm()
-            for i, g in zip(at, found):
+            at = [index for index, twin in enumerate(twins) if any(twin is p for p in group["params"])]
+            in_float16 = [(drawn[i].float() * 64).half().double() / 64 for i in at]
+            norm = torch.cat([g.reshape(-1) for g in in_float16]).norm()
+            for i, g in zip(at, in_float16):
                 g = g / max(1.0, float(norm) + 1e-6)
                 m, v = moments[i]
                 m.mul_(0.9).add_(0.1 * g)
@@ -294,12 +294,12 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, cap
 
 
 def test_max_grad_norm_without_the_wrapper_clips_nothing_and_says_so_once(caplog):
-    params, others = several_params(torch.float32), several_params(torch.float32)
+    params, unclipped = several_params(torch.float32), several_params(torch.float32)
     with caplog.at_level("WARNING", "ampkit"):
         take_steps(optimizers.FusedAdam(params, max_grad_norm=1e-3, **ADAM), params, range(2))
     assert len(caplog.messages) == 1 and "before step()" in caplog.messages[0]
-    take_steps(optimizers.FusedAdam(others, **ADAM), others, range(2))
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    take_steps(optimizers.FusedAdam(unclipped, **ADAM), unclipped, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(params, unclipped, strict=True))
 
 
 # apex.contrib.optimizers
@@ -333,7 +333,7 @@ def test_contrib_adam_clips_by_the_norms_it_is_given():
 @pytest.mark.parametrize("eps_mode", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(eps_mode, dtype):
-    """fairseq and OpenNMT-py call it from optimizers of their own."""
+    """fairseq and OpenNMT-py call the extension from optimizers of their own."""
     import fused_adam_cuda
 
     torch.manual_seed(0)
@@ -389,9 +389,9 @@ def test_arguments_by_position_are_those_by_name(name, given, names):
     )
     for part in "defaults", "adam_w_mode", "set_grad_none", "master_weights", "materialize_master_grads", "use_nvlamb":
         assert getattr(by_place, part, None) == getattr(by_name, part, None)
-    found = {**vars(by_place), **by_place.defaults}
+    state = {**vars(by_place), **by_place.defaults}
     assert all(
-        float(found[key]) == float(value) for key, value in zip(names.split(), given) if key != "betas" and key in found
+        float(state[key]) == float(value) for key, value in zip(names.split(), given) if key != "betas" and key in state
     )
     with pytest.raises(TypeError):
         make(several_params(torch.float32), *given, *[None] * 4)

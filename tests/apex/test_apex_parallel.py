@@ -206,7 +206,7 @@ AMP = [
 
 
 def run_amp(rank, results):
-    """Two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
+    """Run two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
     for level, how in AMP:
         model = TwoHeads()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -252,7 +252,7 @@ def gan_batch(rank, step):
 
 
 def run_gan(rank, results):
-    """Forward, forward, backward; then the other model through the first: two models, three losses."""
+    """Run forward, forward, backward; then the other model through the first: two models, three losses."""
     d, g = make_gan()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g)]
     (d, g), (opt_d, opt_g) = ampkit.initialize([d, g], optimizers, opt_level="O1", num_losses=3, verbosity=0)
@@ -334,17 +334,17 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ddp_averages_gradients_with_every_setting(results, name):
     average = name != "summed"
-    for rank, found in enumerate(results):
-        assert_gradients_close(found[f"one_pass/{name}"], gradients_over_ranks(1, average=average))
-        assert_gradients_close(found[f"accumulated/{name}"], gradients_over_ranks(2, average=average))
+    for rank, gradients in enumerate(results):
+        assert_gradients_close(gradients[f"one_pass/{name}"], gradients_over_ranks(1, average=average))
+        assert_gradients_close(gradients[f"accumulated/{name}"], gradients_over_ranks(2, average=average))
         model = TwoHeads().double()
         sum(model(batch_of_rank(rank).double())).backward()
-        assert_gradients_close(found[f"local/{name}"], gradients_by_name(model))
-        assert found[f"was_local/{name}"] is True
-        assert_gradients_close(found[f"different_heads/{name}"], gradients_over_ranks(1, ("a", "b"), average))
-        assert_gradients_close(found[f"local_head/{name}"], gradients_over_ranks(1, average=average))
+        assert_gradients_close(gradients[f"local/{name}"], gradients_by_name(model))
+        assert gradients[f"was_local/{name}"] is True
+        assert_gradients_close(gradients[f"different_heads/{name}"], gradients_over_ranks(1, ("a", "b"), average))
+        assert_gradients_close(gradients[f"local_head/{name}"], gradients_over_ranks(1, average=average))
         if average:
-            assert_gradients_close(found[f"two_losses/{name}"], gradients_over_ranks(1))
+            assert_gradients_close(gradients[f"two_losses/{name}"], gradients_over_ranks(1))
 
 
 def test_ddp_keeps_reduced_buffers_when_asked(results):
@@ -444,7 +444,7 @@ def test_ddp_accumulates_under_initialize_like_one_large_batch(results, level, h
 
 
 def gan_moved_in_float64():
-    """What `run_gan` moves parameters by, where one process takes the mean over both ranks' losses."""
+    """Return by how much `run_gan` moves parameters, on one process that takes the mean over both ranks' losses."""
     d, g = (model.double() for model in make_gan())
     start = [p.detach().clone() for p in (*d.parameters(), *g.parameters())]
     opt_d, opt_g = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g))

@@ -1,4 +1,4 @@
-"""How the drop-in is found, and whom it makes room for."""
+"""Imports of the drop-in: how it is found, and for which packages it makes room."""
 
 import importlib
 import importlib.metadata
@@ -28,7 +28,7 @@ def not_installed(apex_installed):
 
 @pytest.fixture
 def another_apex(not_installed, tmp_path, monkeypatch):
-    """Writes a package called apex, with or without amp, where Python finds it."""
+    """Write a package called apex, with or without amp, where Python finds it."""
 
     def write(with_amp):
         (tmp_path / "apex").mkdir()
@@ -102,7 +102,7 @@ def test_what_is_not_provided_names_what_torch_has_instead(statement, instead):
 
 @pytest.mark.parametrize("name", importing.INSTEAD)
 def test_what_has_a_replacement_is_not_there(name):
-    """Else the advice would hide a module."""
+    """The advice would otherwise hide a module."""
     assert importing.our_name(name) is None
 
 

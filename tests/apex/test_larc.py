@@ -1,4 +1,4 @@
-"""LARC around any optimizer: the published update, and what it hands on to the optimizer inside."""
+"""LARC around any optimizer: the published update, and the arguments that it passes to the optimizer inside."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from ampkit.optimizers import FusedAdam
 
 
 def larc(params, grads, lr, decay, tc, clip, eps):
-    """You et al. 2017, section 4, with the local rate clipped at the global one."""
+    """Return the update of You et al. 2017, section 4, with the local rate clipped at the global one."""
     moved = []
     for w, g in zip(params, grads):
         w, g = w.detach().double(), g.double()

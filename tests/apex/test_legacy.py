@@ -1,4 +1,4 @@
-"""Modules in ``apex/legacy`` keep the names that they had: what was imported and pickled by them before loads."""
+"""Modules in ``apex/legacy`` keep their old names: imports and pickles of earlier versions load."""
 
 import importlib
 import pickle
@@ -28,15 +28,15 @@ ROWS = [(module, name) for module, names in NAMES.items() for name in names.spli
 
 @pytest.mark.parametrize("module, name", ROWS)
 def test_names_in_pickles_are_those_of_before(module, name):
-    ours = getattr(importlib.import_module(f"ampkit.apex.{module}"), name)
-    assert pickle.dumps(ours, 0).startswith(f"campkit.apex.{module}\n{name}\n".encode())
+    current = getattr(importlib.import_module(f"ampkit.apex.{module}"), name)
+    assert pickle.dumps(current, 0).startswith(f"campkit.apex.{module}\n{name}\n".encode())
     ampkit.apex.install()
     theirs = module if module in ("amp_C", "apex_C", "fused_adam_cuda") else f"apex.{module}"
     for of_the_time in (f"ampkit.apex.{module}", theirs):
-        assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is ours
+        assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is current
 
 
-# What pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.
+# Bytes that pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.
 PICKLED = (
     b"ccopy_reg\n_reconstructor\np0\n(campkit.apex.fp16_utils.loss_scaler\nDynamicLossScaler\np1\nc__builtin__\nobject\np2\nNtp3\nRp4\n"
     b"(dp5\nVcur_scale\np6\nF128.0\nsVcur_iter\np7\nI1\nsVlast_overflow_iter\np8\nI0\nsVscale_factor\np9\nF2.0\nsVscale_window\np10\nI3\nsb."

@@ -23,7 +23,7 @@ RUN = ("-m", "ampkit", "run")
 
 
 def ended(*arguments, cwd=None, **environment):
-    """A process of Python with these arguments."""
+    """Run Python with these arguments; returns the ended process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=environment)

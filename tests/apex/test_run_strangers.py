@@ -1,4 +1,4 @@
-"""What scripts of strangers go by under ``ampkit run``: devices, the rank, their logging; and whether amp was used."""
+"""Settings that strangers' scripts rely on under ``ampkit run``: devices, the rank, their logging; and whether amp was used."""
 
 import io
 import logging
@@ -17,7 +17,7 @@ from ampkit.scripts import running
 
 
 def run(folder, text, *arguments, device="cpu", **settings):
-    """The names that the script leaves."""
+    """Run a script; returns the names that it leaves."""
     ampkit.apex.uninstall()
     script = folder / "script.py"
     script.write_text("import torch\n" + text)
@@ -105,8 +105,8 @@ optimizer.step()
 @pytest.mark.parametrize("to", ("stdout", "stderr", None))
 @pytest.mark.parametrize("when", ("before", "after"))
 def test_an_overflow_is_printed_once_whoever_logs(when, to, tmp_path, capsys):
-    root, own = logging.getLogger(), io.StringIO()
-    level, handler = root.level, logging.StreamHandler(getattr(sys, to) if to else own)
+    root, log_file = logging.getLogger(), io.StringIO()
+    level, handler = root.level, logging.StreamHandler(getattr(sys, to) if to else log_file)
     logs = {"handler": handler, "root": root}
     try:
         attach = "import logging; logging.getLogger().setLevel('INFO'); logging.getLogger().addHandler(torch.handler_of_test)\n"
@@ -119,7 +119,7 @@ def test_an_overflow_is_printed_once_whoever_logs(when, to, tmp_path, capsys):
         del torch.handler_of_test
     out, err = capsys.readouterr()
     assert out.count("\nGradient overflow.  Skipping step") == 1 and "Gradient overflow" not in err
-    assert own.getvalue().count("Gradient overflow") == (to is None)  # a log file of the script has it as well
+    assert log_file.getvalue().count("Gradient overflow") == (to is None)  # a log file of the script has it as well
     assert logging.getLogger("ampkit").propagate
 
 

@@ -1,4 +1,4 @@
-"""What scripts read, write and call inside ``apex.amp``, and what it prints."""
+"""Attributes and functions inside ``apex.amp`` that scripts read, write and call, and what it prints."""
 
 import inspect
 
@@ -13,7 +13,7 @@ HALF = torch.float16
 
 
 def initialized_by(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), device="cpu", **settings):
-    """A model and its optimizer, as Apex's ``amp.initialize`` gives them."""
+    """Return a model and its optimizer, as Apex's ``amp.initialize`` returns them."""
     model = net_with_norm(4, 4, 2).to(device)
     return amp.initialize(model, make(model.parameters()), opt_level=level, **{"verbosity": 0, **settings})
 
@@ -51,7 +51,7 @@ def test_initialize_has_the_parameters_of_apex(amp):
 
 
 def test_a_level_in_the_place_of_enabled_is_told(amp, caplog):
-    """Apex's third parameter is ``enabled``: its O1 is what such a call has always got."""
+    """Apex's third parameter is ``enabled``: such a call has always got Apex's O1."""
     model = amp.initialize(net_with_norm(4, 4, 2), None, "O2", verbosity=0)
     assert model[0].weight.dtype is torch.float32 and amp._amp_state.opt_properties.opt_level == "O1"
     assert [one.levelname for one in caplog.records if "Write opt_level='O2'" in one.message] == ["WARNING"]
@@ -319,7 +319,7 @@ def test_the_stash_without_masters_and_its_end(amp):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_scale_loss_written_out_by_the_script(amp, level, micro_batches):
-    """Frameworks that had a scale_loss of their own called these; the result is that of amp.scale_loss."""
+    """Frameworks with a scale_loss of their own called these functions; the result is that of amp.scale_loss."""
 
     def gradients(by_hand):
         model, optimizer = initialized_by(amp, level, loss_scale="dynamic")
@@ -398,7 +398,7 @@ def test_loss_scalers_that_a_script_puts_into_the_list_are_used(amp):
 
 
 class AsksOthers:
-    """What scripts of several processes do to a loss scaler; here the other process has an overflow in the second iteration."""
+    """A loss scaler as scripts of several processes change it; here the other process has an overflow in the second iteration."""
 
     def unscale(self, *args, **kwargs):
         super().unscale(*args, **kwargs)
@@ -435,13 +435,13 @@ def test_an_update_scale_of_the_scripts_is_called_by_scale_loss(amp, make, monke
 
     model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
     amp._amp_state.loss_scalers[0]._loss_scale = 64.0
-    others = iter([False, True, False])
+    other_overflows = iter([False, True, False])
 
     def update_scale(self):
-        """Mixtures of experts have this one: an overflow on any process is one on all."""
+        """Update as scripts of mixtures of experts do: an overflow on any process is one on all."""
         if not self._has_overflow:
             self._has_overflow = self._overflow_buf.item()
-        skips = bool(self._has_overflow) or next(others)
+        skips = bool(self._has_overflow) or next(other_overflows)
         self._loss_scale = self._loss_scale / 4.0 if skips else self._loss_scale
         self._unskipped = 0 if skips else self._unskipped + 1
         return skips
@@ -454,7 +454,7 @@ def test_an_update_scale_of_the_scripts_is_called_by_scale_loss(amp, make, monke
 @pytest.mark.parametrize("with_buffer", [True, False])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
-    """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or does not."""
+    """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or skips."""
     import amp_C
     import apex_C
 
@@ -501,9 +501,9 @@ def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, make):
-    """Copies of NVIDIA's BERT misspell the line that gives the old buffer back: from then on ``_overflow_buf`` is their own."""
+    """Copies of NVIDIA's BERT misspell the line that restores the old buffer: from then on ``_overflow_buf`` is their own."""
     model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
-    scaler, own = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
+    scaler, script_buffer = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
     scaler._loss_scale = 16.0
     judged = []
     for by_block, by_script in ((0, 1), (0, 1), (0, 0), (1, 1), (1, 0), (0, 0)):
@@ -511,9 +511,9 @@ def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, m
         loss = model(torch.ones(2, 4)).float().pow(2).mean() * factor
         with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
             scaled.backward()
-        own.fill_(by_script)
+        script_buffer.fill_(by_script)
         old = scaler._overflow_buf
-        scaler._overflow_buf = own
+        scaler._overflow_buf = script_buffer
         judged.append(scaler.update_scale())
         scaler._overfloat_buf = old
         optimizer.zero_grad()
@@ -533,12 +533,12 @@ def test_the_overflow_buffer_holds_what_was_found(amp):
     scaler.unscale([torch.full((2,), float("nan"))], [torch.zeros(2)])
     assert scaler._overflow_buf.tolist() == [1] and scaler._overflow_buf.dtype is torch.int32
     # The buffer of a script's own is written and cleared like the one that it replaces.
-    scaler._overflow_buf = own = torch.zeros(1, dtype=torch.int32)
-    assert scaler.update_scale() is False and scaler._overflow_buf is own
-    own.fill_(1)
-    assert scaler.update_scale() is True and scaler._overflow_buf is own
+    scaler._overflow_buf = script_buffer = torch.zeros(1, dtype=torch.int32)
+    assert scaler.update_scale() is False and scaler._overflow_buf is script_buffer
+    script_buffer.fill_(1)
+    assert scaler.update_scale() is True and scaler._overflow_buf is script_buffer
     iterate_with(amp, model, optimizer)
-    assert own.tolist() == [0]
+    assert script_buffer.tolist() == [0]
 
 
 def test_options_that_a_script_puts_in_place_of_initialize_switch_amp_off(amp):

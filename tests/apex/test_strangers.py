@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 LEVELS = ("O1", "O2")
 SEEDS = (0, 1)
-# How far the losses may be from float32's, relative to its mean loss: that far, or twice as far as torch.autocast's.
+# The allowed distance of losses from float32's, relative to its mean loss: this far, or twice as far as torch.autocast's.
 TOLERANCE, TIMES_AUTOCAST = 0.01, 2
-# To which part of those of the first steps the losses of the last steps must have come.
+# The fraction of the first steps' losses that the losses of the last steps must have reached.
 LEARNED = 0.9
 
 # A step that is skipped for its overflow would put the losses one step apart.
@@ -32,7 +32,7 @@ def script(run):
 
 
 class NoAmp:
-    """What a script has in place of ``apex.amp`` where amp was taken out of it."""
+    """A stand-in for ``apex.amp`` in a script that amp was taken out of."""
 
     def initialize(self, models, optimizers=None, **settings):
         return models if optimizers is None else (models, optimizers)
@@ -329,14 +329,14 @@ def run(name, seed, amp, level=None):
 
 
 def distance(found, wanted):
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = torch.stack(found), torch.stack(wanted)
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
 
 @functools.cache
 def references(name):
-    """The runs in float32, and the distance of those under torch.autocast."""
+    """Return the runs in float32, and the distance of the runs under torch.autocast."""
     wanted = [run(name, seed, NoAmp()) for seed in SEEDS]
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
         autocast = [run(name, seed, NoAmp()) for seed in SEEDS]

@@ -98,14 +98,14 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
                 if overflow is not None and overflow[:2] == (iteration, index):
                     getattr(run.models[index], overflow[2]).grad[0] = float("inf")
         if overflow is None or iteration != overflow[0]:
-            found = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
-            for gradient, reference in zip(found, expected[clean]):
+            actual = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
+            for gradient, reference in zip(actual, expected[clean]):
                 assert torch.equal(gradient.float(), reference)
             clean += 1
         for optimizer in run.optimizers:
             optimizer.step()
-    for found, reference in zip(weights_of(run.models), weights_of(plain.models)):
-        assert torch.equal(found, reference)
+    for actual, reference in zip(weights_of(run.models), weights_of(plain.models)):
+        assert torch.equal(actual, reference)
     masters = [param for optimizer in run.optimizers for param in amp.master_params(optimizer)]
     for param, master in zip((p for model in run.models for p in model.parameters()), masters):
         assert torch.equal(param, master.to(param.dtype))
@@ -211,7 +211,7 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
     for x in data[2:]:
         ours = train_step(amp, model, optimizer, x, range(losses))
         theirs = train_step(amp, again, again_optimizer, x, range(losses))
-        # O3 has no float32 weights to save: what is loaded is what was in float16.
+        # O3 has no float32 weights to save: the loaded values are the float16 ones.
         assert torch.allclose(ours.float(), theirs.float(), rtol=0 if level != "O3" else 1e-2)
 
 
@@ -232,7 +232,7 @@ def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
 
 
 def test_negative_loss_ids_count_from_the_end(amp):
-    """Apex indexed a list with them."""
+    """Apex indexed a list with loss ids."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=3, verbosity=0)
@@ -365,7 +365,7 @@ def test_a_handle_that_has_ended_keeps_no_optimizer(amp):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_attack_scales_its_loss_without_optimizers(amp, level):
-    """Loops of adversarial training: the input's gradient from a loss of no optimizer, then a step with cleared gradients."""
+    """Train adversarially: the input's gradient from a loss of no optimizer, then a step with cleared gradients."""
     torch.manual_seed(0)
     model, x, target = nn.Linear(4, 3), torch.randn(8, 4), torch.arange(8) % 3
     twin = nn.Linear(4, 3).double()  # which O1 does not cast

@@ -83,7 +83,7 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     # 257 * 64 + 3 * (64 + 64 + 64 * 130 + 130 + 130 * 64 + 64 + 64) + 64 * 257 + 257
     assert any("3 steps of AdamW; Model (84,231 parameters); the script uses float32." in line for line in lines)
     assert "float32" in row(lines, "O1") and "16.0" in row(lines, "O1") and "dynamic" in row(lines, "O1")
-    # All but some hundreds of the parameters have 2 + 2 + 2 + 8 bytes, or 4 + 2 + 8, and those 4 + 4 + 8.
+    # All but some hundreds of the parameters have 2 + 2 + 2 + 8 bytes, or 4 + 2 + 8; the others have 4 + 4 + 8.
     for level, weights in (("O2", "bfloat16 + 16-bit rest"), ("O5", "float32")):
         assert weights in row(lines, level) and "AdamW: one pass" in row(lines, level)
         assert "14.0" in row(lines, level)
@@ -105,7 +105,7 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
 
 
 def test_small_matrices_are_named_where_o5_takes_what_o1_takes(check):
-    """Of 72 * 64 + 64 + 64 * 8 + 8 elements the 4,608 of one matrix have gradients of 2 bytes: 89%."""
+    """The 4,608 elements of one matrix, of 72 * 64 + 64 + 64 * 8 + 8, have gradients of 2 bytes: 89%."""
     _, lines = check("""
 model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8))
 optimizer = torch.optim.Adam(model.bfloat16().parameters())
@@ -206,7 +206,7 @@ def test_what_clips_or_measures_scaled_gradients_is_told(check, clip, name):
     "begin", ["", 'import ampkit; ampkit.initialize(model, optimizer, opt_level="O0", verbosity=0)']
 )
 def test_casts_of_the_scripts_own_are_told(check, begin):
-    """Where neither a level nor torch.autocast casts."""
+    """A script casts by itself, where neither a level nor torch.autocast does."""
     own = "F.linear(model.embedding(tokens).half(), model.head.weight.half()).float().mean()"
     code, lines = check(f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{begin}\n" + OWN.format(loss=own))
     uses = "ampkit at O0" if begin else "float32"
@@ -414,7 +414,7 @@ for _ in range(9):
     assert "the loss does not use them, or a line takes the graph away: detach() at script.py" in found
 
 
-#: What is made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
+#: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
 STANDING = {
     "nothing": ("", {}),
     "a layer that was replaced": (
@@ -472,7 +472,7 @@ def test_weights_in_float64_are_said_to_be_so(check):
 
 @pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128"])
 def test_no_shape_is_advised_for_products_that_no_level_casts(check, dtype):
-    """A layer with 7 inputs is of this dtype; one with 9 may stand beside it, in float32."""
+    """A layer with 7 inputs has this dtype; a layer with 9 may be beside it, in float32."""
     script = """
 model, beside = nn.Linear(7, 8, dtype=torch.DTYPE), nn.Linear(9, 16)
 optimizer = torch.optim.Adam(model.parameters())
@@ -510,7 +510,7 @@ for _ in range(9):
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
 
 
-#: How a model is made, and what ends in a norm of the batch; names of biases that cannot move.
+#: Ways to make a model whose layer ends in a norm of the batch; names of biases that cannot move.
 NORMED = {
     "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
     "a linear layer": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4)", "x", "0.bias"),
@@ -540,7 +540,7 @@ NORMED = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", NORMED)
 def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
-    layer, norm, given, names = NORMED[case]
+    layer, norm, arguments, names = NORMED[case]
     _, lines = check(f"""
 import torch.nn.functional as F
 torch.manual_seed(0)
@@ -548,7 +548,7 @@ net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dty
 optimizer = torch.optim.SGD(net.parameters(), 1e-4)
 for _ in range(3):
     optimizer.zero_grad()
-    out = net({given}).float()
+    out = net({arguments}).float()
     (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum().backward()
     optimizer.step()
 """)
@@ -579,7 +579,7 @@ def test_a_bias_that_a_norm_subtracts_is_found_where_fsdp2_shards_it(tmp_path):
     assert "bias=False" in row(done.stdout.splitlines(), "not trained"), done.stdout + done.stderr
 
 
-#: What a script does that takes no step, and what it is said to use, with the bytes of its weights.
+#: Scripts that take no step, and the words about their use, with the bytes of their weights.
 WITHOUT_STEPS = {
     "net.bfloat16()(x.bfloat16())": "weights in bfloat16",
     "net.half()(x.half())": "weights in float16",
@@ -598,7 +598,7 @@ def test_a_script_that_takes_no_step_is_told_its_dtype(check, line):
 
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
 def test_frozen_weights_have_neither_gradients_nor_moments(check, dtype, width):
-    """Of 16 * 16 elements each, one layer is frozen: its weights alone count beside weight, gradient and two moments of 4 bytes."""
+    """A frozen layer counts by its weights alone, a trained one by weight, gradient and two moments of 4 bytes; each is 16 * 16."""
     _, lines = check(f"""
 net = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False).to(torch.{dtype}), nn.Linear(16, 16, bias=False))
 optimizer = torch.optim.AdamW(net.parameters())

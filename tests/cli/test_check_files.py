@@ -1,4 +1,4 @@
-"""``ampkit check FILE``: what it says of checkpoints, and that it runs nothing that stands in them."""
+"""``ampkit check FILE``: what it says of checkpoints, and that it runs no code from them."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def write_safetensors(tensors, path):
 
 
 def state():
-    """4 of 8 elements of a norm never moved."""
+    """Return a state dict in which 4 of 8 elements of a norm never moved."""
     norm = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.9, 1.1, 0.5, 2.0]).bfloat16()
     return {"fc.weight": torch.ones(8, 4).bfloat16(), "norm.weight": norm, "norm.bias": torch.zeros(8).bfloat16()}
 
@@ -119,7 +119,7 @@ def test_rests_that_an_optimizer_saves_complete_its_weights(check, tmp_path):
 
 
 class Runs:
-    """Makes a folder where it is unpickled."""
+    """A class that makes a folder where it is unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -63,7 +63,7 @@ def test_table_compares_with_o0(demo):
         ["O0", "100.0", "1.00x", "1,024", "MiB", "98.50%"],
         ["O1", "150.0", "1.50x", "512", "MiB", "97.25%"],
     ]
-    # What a run of a few iterations reached says nothing.
+    # The accuracy after a few iterations says nothing.
     assert demo.table(summaries, ("O1",)).splitlines()[2].split()[-1] == "-"
 
 
@@ -110,7 +110,7 @@ def test_bfloat16_instructions_are_found_among_the_flags_of_the_processor(demo, 
 
 @pytest.fixture
 def conclude(demo, monkeypatch, tmp_path):
-    """Run main() on metrics that stand there already; what main_amp.py was asked for, by level."""
+    """Run main() on metrics that exist already; returns the arguments of main_amp.py, by level."""
 
     def run(runs, *flags, slowness=1.0):
         asked = {}

@@ -54,7 +54,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def digits(example, tmp_path_factory):
-    """All the digits, and a folder of links to a few: 3 batches of 16 in train/, 12 images in val/."""
+    """The folder of all digits, and a folder of links to a few: 3 batches of 16 in train/, 12 images in val/."""
     whole, few = tmp_path_factory.mktemp("digits"), tmp_path_factory.mktemp("few")
     example["make_digits"].make_digits(whole)
     for split, per_class, classes in (("train", 12, 4), ("val", 3, 4)):
@@ -67,7 +67,7 @@ def digits(example, tmp_path_factory):
 
 @pytest.fixture
 def train(example, digits, tmp_path):
-    """Run main_amp in this process on the few digits; the rows it wrote. Leaves torch as it was."""
+    """Run main_amp in this process on the few digits; returns the rows that it wrote. Leaves torch as it was."""
     rng, benchmark = torch.get_rng_state(), torch.backends.cudnn.benchmark
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     torch.set_num_threads(1)  # so little work is done sooner without waiting for each other
@@ -92,21 +92,21 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same(found, expected, where="checkpoint"):
-    """Equal to the last bit, through dicts and lists."""
-    assert type(found) is type(expected), where
+def assert_same(actual, expected, where="checkpoint"):
+    """Assert equality to the last bit, through dicts and lists."""
+    assert type(actual) is type(expected), where
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected), where
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
+            assert_same(actual[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for index, pair in enumerate(zip(found, expected)):
+        assert len(actual) == len(expected), where
+        for index, pair in enumerate(zip(actual, expected)):
             assert_same(*pair, f"{where}[{index}]")
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 def test_assert_same_notices_a_changed_bit():
@@ -309,7 +309,7 @@ def write_truncated(folder: Path) -> Path:
 
 
 def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
-    """torch.load itself reads on over one in a tensor."""
+    """torch.load itself does not notice a flipped bit in a tensor."""
     checkpoint = example["checkpoint"]
     state = dict.fromkeys(checkpoint.KEYS, 1) | {"model": {"weight": torch.full((1000,), 3.0)}}
     checkpoint.save(state, tmp_path, is_best=False)
@@ -378,7 +378,7 @@ def torchrun(folder: Path, options: str, data: Path) -> subprocess.Popen:
 
 
 def end(launched: subprocess.Popen, seconds: float = 540) -> int:
-    """Wait for a launcher; whatever happens, nothing that it started goes on."""
+    """Wait for a launcher; whatever happens, no process that it started goes on."""
     try:
         return launched.wait(timeout=seconds)
     finally:
@@ -387,7 +387,7 @@ def end(launched: subprocess.Popen, seconds: float = 540) -> int:
 
 
 def run_until_done(folder: Path, options: str, data: Path, iterations: int) -> list[dict]:
-    """The rows of a run that gets so far. gloo may abort once all is done: the files count, and one retry is allowed."""
+    """Return the rows of a run that gets so far. gloo may abort once all is done: the files count, and one retry is allowed."""
     for _ in range(2):
         end(torchrun(folder, f"{options} --metrics rows.jsonl", data))
         if (folder / "checkpoint.pth.tar").exists() and load_checkpoint(folder)["iteration"] == iterations:
@@ -463,7 +463,7 @@ def test_checkpoint_of_two_shards_continues_in_one_process_and_the_other_way_rou
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["--opt-level O1", "--opt-level O2", "--opt-level O2 --fsdp"])
 def test_two_processes_learn_the_digits(digits, tmp_path, options):
-    """98.9, 98.4 and 98.9% top-1 were measured, 97% are asked for."""
+    """Measured were 98.9, 98.4 and 98.9% top-1; the test asks for 97%."""
     recipe = "--b 32 --image-size 32 --augment none --epochs 6 --warmup-epochs 1 --schedule cosine"
     rows = run_until_done(tmp_path, f"{recipe} {options}", digits["whole"], 6 * 22)
     assert rows[-1]["phase"] == "val" and rows[-1]["top1"] >= 97.0

@@ -1,4 +1,4 @@
-"""Layer policies: which layer computes in what, and the verbs of loss scaling one by one."""
+"""Layer policies: the precision of each layer, and the verbs of loss scaling one by one."""
 
 import runpy
 

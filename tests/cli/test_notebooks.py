@@ -11,7 +11,7 @@ import ampkit
 for package in ("torchvision", "sklearn", "matplotlib"):
     pytest.importorskip(package, reason="the examples need it")
 
-# Of the cell that sets sizes.
+# The tag of the cell that sets sizes.
 SMALL = {
     "cifar10/cifar10.ipynb": "ITERATIONS, BATCH = 2, 2",
     "quantized_sine/quantized_sine.ipynb": "GRID, STEPS = 8, 60",

@@ -15,7 +15,7 @@ RECIPES = sorted(FOLDER.glob("*.py"))
 ROWS = dict(re.findall(r"^\| \[(\w+)\]\(\1\.py\)[^|]*\| ([^|]+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
 GPUS = {"data_parallel": 2, "ddp_devices": 2, "cuda_graph": 1}
 
-# What the recipes are allowed to be away from float32: bfloat16 rounds by 2**-8, and sums of such errors stay near it.
+# The allowed distance of recipes from float32: bfloat16 rounds by 2**-8, and sums of such errors stay near it.
 FURTHEST = 2.0
 
 
@@ -53,7 +53,7 @@ def run_and_check(path, capsys, monkeypatch, in_float16):
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.stem not in GPUS], ids=lambda path: path.stem)
 def test_a_recipe_holds_in_float16_as_on_a_gpu(path, capsys, monkeypatch):
-    """Where the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
+    """On a GPU the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "float16")
     run_and_check(path, capsys, monkeypatch, in_float16=True)
 

@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def initialize(way: str, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """At an opt level, in bfloat16; ``"autocast"`` and ``"float32"`` leave the model as it is."""
+    """Initialize at an opt level, in bfloat16; ``"autocast"`` and ``"float32"`` leave the model as it is."""
     if way in LEVELS:
         ampkit.initialize(model, *optimizers, opt_level=way, verbosity=0, **IN_BFLOAT16.get(way, {}))
 
@@ -68,21 +68,21 @@ def train(
 
 
 def distance(found: list[Run], wanted: list[Run]) -> float:
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = (torch.stack([run.losses for run in runs]) for runs in (found, wanted))
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
 
-def distance_of_statistics(found: list[Run], wanted: list[Run]) -> float:
+def distance_of_statistics(runs: list[Run], wanted: list[Run]) -> float:
     """The mean over layers and seeds: of means in standard deviations, and of variances in variances."""
     off = []
-    for one, exact in zip(found, wanted):
+    for run, exact in zip(runs, wanted):
         for name, mean in exact.buffers.items():
             if name.endswith("running_mean"):
                 of_var = name.removesuffix("mean") + "var"
                 var = exact.buffers[of_var]
-                off.append(((one.buffers[name] - mean) / var.sqrt()).square().mean().sqrt().item())
-                off.append(((one.buffers[of_var] - var) / var).square().mean().sqrt().item())
+                off.append(((run.buffers[name] - mean) / var.sqrt()).square().mean().sqrt().item())
+                off.append(((run.buffers[of_var] - var) / var).square().mean().sqrt().item())
     return sum(off) / max(len(off), 1)
 
 
@@ -92,7 +92,7 @@ def assert_as_close_to_float32_as_autocast(
     task: Callable[[torch.Generator], dict],
     rate: float,
 ) -> None:
-    """Losses and running statistics stay as close; every other buffer is float32's, bit for bit."""
+    """Assert that losses and running statistics stay as close; every other buffer is float32's, bit for bit."""
     runs = {way: [] for way in ("float32", "autocast", *LEVELS)}
     for seed in SEEDS:
         for way, made in runs.items():
@@ -108,14 +108,14 @@ def assert_as_close_to_float32_as_autocast(
     of_autocast, statistics_of_autocast = distance(autocast, wanted), distance_of_statistics(autocast, wanted)
     assert of_autocast > 1e-5  # far above what float32 itself rounds
     for level in LEVELS:
-        found = runs[level]
-        assert distance(found, wanted) <= max(TOLERANCE, TIMES_AUTOCAST * of_autocast), level
-        statistics = distance_of_statistics(found, wanted)
+        at_level = runs[level]
+        assert distance(at_level, wanted) <= max(TOLERANCE, TIMES_AUTOCAST * of_autocast), level
+        statistics = distance_of_statistics(at_level, wanted)
         assert statistics <= max(STATISTICS_TOLERANCE, TIMES_AUTOCAST * statistics_of_autocast), level
-        for one, exact in zip(found, wanted):
-            assert (torch.bfloat16 in one.parameters_in) == (level == "O2")
-            assert one.buffers_in <= {torch.float32}
-            assert one.buffers.keys() == exact.buffers.keys()
+        for run, exact in zip(at_level, wanted):
+            assert (torch.bfloat16 in run.parameters_in) == (level == "O2")
+            assert run.buffers_in <= {torch.float32}
+            assert run.buffers.keys() == exact.buffers.keys()
             for name, buffer in exact.buffers.items():
                 if not name.endswith(("running_mean", "running_var")):
-                    assert torch.equal(one.buffers[name], buffer), (level, name)
+                    assert torch.equal(run.buffers[name], buffer), (level, name)

@@ -16,13 +16,13 @@ OPTIMIZERS = {
 
 
 def settings_of(level):
-    """O2 in float16, which the CPU's default is not."""
+    """Return settings with float16 at O2, which the CPU's default is not."""
     settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
     return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
 
 
 def spoiled_at(level, step):
-    """The number of the step whose loss is infinite; None at O5, which looks for nothing."""
+    """Return the number of the step whose loss is infinite; None at O5, which checks nothing."""
     return step if level != "O5" else None
 
 
@@ -40,7 +40,7 @@ def assert_equal(found, expected):
 
 
 def assert_same_steps(found, expected):
-    """Of what `trained_by_hand` returns, bit for bit."""
+    """Assert that two results of `trained_by_hand` are equal, bit for bit."""
     for (weights, *state), (wanted, *wanted_state) in zip(found, expected, strict=True):
         assert_equal(weights, wanted)
         assert state == wanted_state
@@ -64,7 +64,7 @@ def trained_by_hand(
     model = net_with_norm() if model is None else model
     optimizer = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
     model, optimizer = ampkit.initialize(model, optimizer, **settings_of(level))
-    found = []
+    steps = []
     for step in range(STEPS):
         is_last = step % accumulate == accumulate - 1
         backward(loss_of(model, step, spoiled) / accumulate, optimizer, delay_unscale=delays and not is_last)
@@ -73,19 +73,19 @@ def trained_by_hand(
                 clip_by(optimizer, clip)
             optimizer.step()
             optimizer.zero_grad()
-        found.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+        steps.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
     ampkit.close()
-    return found
+    return steps
 
 
-def assert_clipped_as_in_float32(level, found, by, bound):
-    """The gradients of the first batch, clipped by "norm" or by "value"; returns their norm in float32."""
+def assert_clipped_as_in_float32(level, gradients, by, bound):
+    """Assert gradients of the first batch as clipped in float32 by "norm" or by "value"; returns their norm in float32."""
     twin = net_with_norm()
     loss_of(twin, 0).backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in twin.parameters()])
     clip = {"norm": torch.nn.utils.clip_grad_norm_, "value": torch.nn.utils.clip_grad_value_}[by]
     clip(twin.parameters(), bound)
     tolerance = 1e-6 if level == "O0" else 0.05 * bound
-    for gradient, param in zip(found, twin.parameters(), strict=True):
+    for gradient, param in zip(gradients, twin.parameters(), strict=True):
         assert gradient.dtype is torch.float32 and (gradient - param.grad).abs().max() <= tolerance
     return norm.item()

@@ -17,7 +17,7 @@ def apex():
 
 
 class MatmulDtypes(TorchFunctionMode):
-    """Collects the dtype of every output of torch's matrix products and convolutions."""
+    """A mode that collects the dtype of every output of torch's matrix products and convolutions."""
 
     NAMES = (
         "linear",

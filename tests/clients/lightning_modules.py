@@ -1,4 +1,4 @@
-"""What test_lightning.py trains. Lightning takes seconds to import: this is imported by the first test that needs it."""
+"""Modules that test_lightning.py trains. Lightning takes seconds to import: the first test that needs this file imports it."""
 
 import math
 
@@ -15,7 +15,7 @@ __all__ = ["AmpkitPrecision", "ModelCheckpoint", "Module", "WithForward", "train
 
 
 class Module(pl.LightningModule):
-    """Steps that call a part of it, and not its forward; the loss of the batch with that number is spoiled."""
+    """A module whose steps call a part of it, and not its forward; the loss of the batch with that number is spoiled."""
 
     def __init__(self, optimizer="AdamW", spoiled=None):
         super().__init__()

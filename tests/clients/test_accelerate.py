@@ -25,7 +25,7 @@ ORDERS = ("prepare, initialize", "initialize, prepare", "initialize, attach, pre
 
 @pytest.fixture
 def accelerator():
-    """Makes one that has not seen the settings of another test, which live in classes."""
+    """Return a factory of accelerators without the settings of another test, which live in classes."""
 
     def make(**settings):
         return accelerate.Accelerator(cpu=True, **settings)
@@ -55,8 +55,8 @@ def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0, bor
 
 
 def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
-    """What `accelerate`'s pages write; (weights, whether the step was skipped, state of the loss scale) of each step."""
-    found = []
+    """Train as `accelerate`'s pages write; of each step (weights, whether it was skipped, state of the loss scale)."""
+    results = []
     for step in steps:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, step, spoiled))
@@ -64,8 +64,8 @@ def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
                 accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        found.append((values(model), accelerator.optimizer_step_was_skipped, ampkit.state_dict()))
-    return found
+        results.append((values(model), accelerator.optimizer_step_was_skipped, ampkit.state_dict()))
+    return results
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -74,16 +74,16 @@ def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
     spoiled = spoiled_at(level, 2)
     expected = trained_by_hand(level, optimizer, spoiled)
     for order in ORDERS:
-        one = accelerator()
-        model, wrapped = prepared(one, level, order, optimizer)
-        found = trained(one, model, wrapped, range(6), spoiled)
-        assert_same_steps(found, expected)
-        assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(6)]
+        instance = accelerator()
+        model, wrapped = prepared(instance, level, order, optimizer)
+        results = trained(instance, model, wrapped, range(6), spoiled)
+        assert_same_steps(results, expected)
+        assert [skipped for _, skipped, _ in results] == [step == spoiled for step in range(6)]
         assert ampkit.step_was_skipped(wrapped) is False
         ampkit.close()
-        assert one.scaler is None and wrapped.scaler is None
-        one.backward(loss_of(model, 0))
-        one.clip_grad_norm_(model.parameters(), 1.0)  # Accelerate's own again
+        assert instance.scaler is None and wrapped.scaler is None
+        instance.backward(loss_of(model, 0))
+        instance.clip_grad_norm_(model.parameters(), 1.0)  # Accelerate's own again
         wrapped.step()
 
 
@@ -91,14 +91,14 @@ def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer, accelerator):
     expected = trained_by_hand(level, optimizer, spoiled=4, accumulate=3, clip=0.1, delays=True)
-    one = accelerator(gradient_accumulation_steps=3)
-    model, wrapped = prepared(one, level, optimizer=optimizer)
-    found = trained(one, model, wrapped, range(6), spoiled=4, clip=0.1)
-    for (weights, _, state), (wanted, _, wanted_state) in zip(found, expected, strict=True):
+    instance = accelerator(gradient_accumulation_steps=3)
+    model, wrapped = prepared(instance, level, optimizer=optimizer)
+    results = trained(instance, model, wrapped, range(6), spoiled=4, clip=0.1)
+    for (weights, _, state), (wanted, _, wanted_state) in zip(results, expected, strict=True):
         assert_equal(weights, wanted)
         assert state == wanted_state
-    assert [skipped for _, skipped, _ in found] == [False] * 5 + [True]
-    assert found[-1][2]["loss_scaler0"]["loss_scale"] == 128.0
+    assert [skipped for _, skipped, _ in results] == [False] * 5 + [True]
+    assert results[-1][2]["loss_scaler0"]["loss_scale"] == 128.0
 
 
 @pytest.mark.parametrize("by", ("norm", "value"))
@@ -119,16 +119,16 @@ def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path):
     spoiled = spoiled_at(level, 1)
-    one = accelerator()
-    model, optimizer = prepared(one, level, born_in=born_in)
-    trained(one, model, optimizer, range(4), spoiled)
-    one.save_state(tmp_path)
-    expected = trained(one, model, optimizer, range(4, 6))
+    instance = accelerator()
+    model, optimizer = prepared(instance, level, born_in=born_in)
+    trained(instance, model, optimizer, range(4), spoiled)
+    instance.save_state(tmp_path)
+    expected = trained(instance, model, optimizer, range(4, 6))
     ampkit.close()
-    one.free_memory()
-    model, optimizer = prepared(one, level, seed=9, born_in=born_in)
-    one.load_state(tmp_path)
-    assert_same_steps(trained(one, model, optimizer, range(4, 6)), expected)
+    instance.free_memory()
+    model, optimizer = prepared(instance, level, seed=9, born_in=born_in)
+    instance.load_state(tmp_path)
+    assert_same_steps(trained(instance, model, optimizer, range(4, 6)), expected)
 
 
 def test_a_precision_that_an_earlier_trainer_left_in_the_environment_is_named(accelerator, monkeypatch):

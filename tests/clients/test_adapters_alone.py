@@ -57,7 +57,7 @@ def test_clipping_by_value_is_done_in_float32():
 
 
 def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks, monkeypatch):
-    """What it asks of models and sessions, in the order in which Lightning calls it, with a stand-in for its base class."""
+    """The plugin's uses of models and sessions, in the order of Lightning's calls, with a stand-in for its base class."""
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -75,7 +75,7 @@ def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks,
             return closure()
 
     class WeightAveraging:
-        """Lightning's: what stands behind the weights is not written to."""
+        """Lightning's callback: the float32 values behind the weights are not written to."""
 
         def _copy_average_to_current(self, module):
             for average, current in zip(self._average_model.module.parameters(), module.parameters()):

@@ -103,7 +103,7 @@ DETR = {
 
 
 def counting(generator, length=16, starts=VOCABULARY - 3):
-    """Rows of tokens that go up by 1, 2 or 3, from one of the first ``starts``."""
+    """Return rows of tokens that go up by 1, 2 or 3, from one of the first ``starts``."""
     start = torch.randint(0, starts, (8, 1), generator=generator)
     stride = torch.randint(1, 4, (8, 1), generator=generator)
     return 3 + (start + stride * torch.arange(length)) % (VOCABULARY - 3)
@@ -115,14 +115,14 @@ def next_token(generator):
 
 
 def padded_next_token(generator):
-    """Padded on the left, as batches are that `generate` is given."""
+    """Return rows padded on the left, as `generate` takes them."""
     tokens = counting(generator)
     there = torch.arange(16) >= torch.randint(0, 6, (8, 1), generator=generator)
     return dict(input_ids=tokens.where(there, 0), attention_mask=there.long(), labels=tokens.where(there, -100))
 
 
 def next_token_of_experts(generator):
-    """The loss includes the one that balances the experts."""
+    """The loss includes the loss that balances the experts."""
     return dict(next_token(generator), output_router_logits=True)
 
 
@@ -148,28 +148,28 @@ def pictures(number, size):
 
 
 def images(generator):
-    """Four classes, each a picture under some noise. With more of it, a batch decides by chance what is learned next."""
+    """Draw four classes, each a picture under some noise. With more noise, chance decides what is learned next."""
     labels = torch.randint(0, 4, (8,), generator=generator)
     noise = torch.randn(8, 3, 16, 16, generator=generator)
     return dict(pixel_values=pictures(4, 16)[labels] + 0.5 * noise, labels=labels)
 
 
 def sounds(generator):
-    """Each token to be heard is a spectrum of its own, four frames long."""
+    """Draw tokens to be heard, each with a spectrum of its own, four frames long."""
     tokens = counting(generator, length=8)
     spectra = torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(5))
     return dict(input_features=spectra[tokens].repeat_interleave(4, 1).transpose(1, 2).contiguous(), labels=tokens)
 
 
 def waves(generator):
-    """Each token to be heard is a wave of its own, 40 samples long."""
+    """Draw tokens to be heard, each with a wave of its own, 40 samples long."""
     tokens = counting(generator, length=4)
     forms = torch.randn(VOCABULARY, 40, generator=torch.Generator().manual_seed(5))
     return dict(input_values=forms[tokens].flatten(1), labels=tokens)
 
 
 def pairs(generator):
-    """Eight pictures in any order, each with a text of its own."""
+    """Draw eight pictures in any order, each with a text of its own."""
     which = torch.randperm(8, generator=generator)
     texts = 3 + (7 * which[:, None] + torch.arange(8) * (which[:, None] + 1)) % (VOCABULARY - 4)
     ends = torch.full((8, 1), VOCABULARY - 1)
@@ -178,15 +178,15 @@ def pairs(generator):
 
 
 def boxes(generator):
-    """One of four small pictures, on one of the squares of a larger one."""
+    """Draw one of four small pictures on one of the squares of a larger picture."""
     labels = torch.randint(0, 4, (8,), generator=generator)
     places = 8 * torch.randint(0, 4, (8, 2), generator=generator)
-    values, found = 0.1 * torch.randn(8, 3, 32, 32, generator=generator), []
+    values, targets = 0.1 * torch.randn(8, 3, 32, 32, generator=generator), []
     for image, label, (row, column) in zip(values, labels, places.tolist()):
         image[:, row : row + 8, column : column + 8] += pictures(4, 8)[label]
         box = torch.tensor([[column + 4, row + 4, 8, 8]]) / 32
-        found.append(dict(class_labels=label[None], boxes=box))
-    return dict(pixel_values=values, labels=found)
+        targets.append(dict(class_labels=label[None], boxes=box))
+    return dict(pixel_values=values, labels=targets)
 
 
 class Architecture(NamedTuple):
@@ -261,7 +261,7 @@ def test_trains_as_close_to_float32_as_under_autocast(architecture):
 
 
 def copies(generator):
-    """The second half repeats the first. The positions are as far from 0 as in a long text: bfloat16 has every fourth of them."""
+    """Repeat the first half. Positions are as far from 0 as in a long text: bfloat16 has every fourth of them."""
     half = torch.randint(3, 16, (16, 8), generator=generator)
     labels = torch.cat([torch.full_like(half, -100), half], 1)
     positions = torch.arange(1000, 1016).expand(16, 16)
@@ -298,7 +298,7 @@ def generated(way, row, batch, tokens=4):
     model = make(row).eval()
     initialize(way, model)
     with region(way):
-        found = model.generate(
+        output = model.generate(
             **batch,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
@@ -307,7 +307,7 @@ def generated(way, row, batch, tokens=4):
             return_dict_in_generate=True,
         )
     ampkit.close()
-    return found.sequences, torch.stack(found.logits, 1)
+    return output.sequences, torch.stack(output.logits, 1)
 
 
 @pytest.mark.parametrize("architecture", others_slow("Llama", "T5", "Whisper", of=GENERATING))
@@ -323,18 +323,18 @@ def test_generates_as_close_to_float32_as_under_autocast(architecture, level):
     sequences, logits = generated("float32", row, batch)
 
     def distances(way):
-        found_sequences, found = generated(way, row, batch)
-        assert found_sequences.shape == sequences.shape
-        assert found.dtype is torch.float32
-        tokens = found.shape[1]
-        parted = (found_sequences != sequences)[:, -tokens:].cummax(1).values[:, :-1]
-        same = torch.cat([torch.ones(len(found), 1, dtype=torch.bool), ~parted], 1)
+        level_sequences, level_logits = generated(way, row, batch)
+        assert level_sequences.shape == sequences.shape
+        assert level_logits.dtype is torch.float32
+        tokens = level_logits.shape[1]
+        parted = (level_sequences != sequences)[:, -tokens:].cummax(1).values[:, :-1]
+        same = torch.cat([torch.ones(len(level_logits), 1, dtype=torch.bool), ~parted], 1)
         return [
-            ((found[same[:, i], i] - logits[same[:, i], i]).norm() / logits[same[:, i], i].norm()).item()
+            ((level_logits[same[:, i], i] - logits[same[:, i], i]).norm() / logits[same[:, i], i].norm()).item()
             for i in range(tokens)
             if same[:, i].any()
         ]
 
-    found, of_autocast = distances(level), distances("autocast")
-    assert 1e-5 < found[0]
-    assert max(found) <= max(0.02, 1.5 * max(of_autocast))
+    of_level, of_autocast = distances(level), distances("autocast")
+    assert 1e-5 < of_level[0]
+    assert max(of_level) <= max(0.02, 1.5 * max(of_autocast))

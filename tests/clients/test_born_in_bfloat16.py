@@ -28,7 +28,7 @@ TOKENS = torch.randint(0, 96, (8, 16), generator=torch.Generator().manual_seed(1
 
 
 def first_and_last_loss(name, how):
-    """100 steps of AdamW from the same bfloat16 weights: at a level, in plain bfloat16, or in plain float32."""
+    """Take 100 steps of AdamW from the same bfloat16 weights: at a level, in plain bfloat16, or in plain float32."""
     torch.manual_seed(0)
     model = MODELS[name]().train()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

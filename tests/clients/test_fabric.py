@@ -15,7 +15,7 @@ if importlib.util.find_spec("lightning") is None:
 
 @pytest.fixture(scope="module")
 def lightning():
-    """Imported before a test begins: it puts a function of its own in the place of torch.compile."""
+    """Import Lightning before a test begins: it replaces torch.compile by a function of its own."""
     lightning = importlib.import_module("lightning.fabric")
     for adapter in ("fabric", "lightning"):
         importlib.import_module(f"ampkit.integrations.{adapter}")
@@ -34,15 +34,15 @@ def test_fabric_does_what_a_loop_does(level, lightning):
     bare = net_with_norm()
     bare, inner = ampkit.initialize(bare, OPTIMIZERS["AdamW"](bare.parameters()), **settings_of(level))
     model, optimizer = fabric.setup(bare, inner)
-    found = []
+    results = []
     for step in range(STEPS):
         optimizer.zero_grad()
         fabric.backward(loss_of(model, step, spoiled))
         fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
         optimizer.step()
-        found.append((values(bare), ampkit.step_was_skipped(inner), ampkit.state_dict()))
-    assert_same_steps(found, expected)
-    assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(STEPS)]
+        results.append((values(bare), ampkit.step_was_skipped(inner), ampkit.state_dict()))
+    assert_same_steps(results, expected)
+    assert [skipped for _, skipped, _ in results] == [step == spoiled for step in range(STEPS)]
 
 
 def test_fabric_without_a_session_and_the_trainers_plugin_are_refused(lightning):

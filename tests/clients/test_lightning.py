@@ -36,7 +36,7 @@ def batches(steps):
 
 @pytest.fixture(autouse=True)
 def without_advice():
-    """Lightning advises workers and validation."""
+    """Turn off Lightning's advice about workers and validation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -82,7 +82,7 @@ def test_gradients_are_clipped_as_in_float32(level, algorithm, lightning, tmp_pa
 @pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, lightning, tmp_path):
-    """From a checkpoint of its second epoch; in float32 also from one that was saved when its session had ended."""
+    """Resume from a checkpoint of the second epoch; in float32 also from one that was saved after its session had ended."""
 
     def run(name, epochs=3, **resume):
         keep = lightning.ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)

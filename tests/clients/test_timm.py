@@ -17,7 +17,7 @@ pytest.importorskip("timm.optim")
 
 @pytest.fixture
 def cuda_utils(apex):
-    """timm.utils.cuda looks for apex when it is imported."""
+    """Import timm.utils.cuda, which looks for apex when it is imported."""
     import timm.utils.cuda as module
 
     importlib.reload(module)

@@ -33,16 +33,16 @@ def timms_step(scaler, model, optimizer, step, spoiled=None, **settings):
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_a_call_is_backward_clipping_and_step(level):
-    spoiled, found = spoiled_at(level, 2), []
+    spoiled, results = spoiled_at(level, 2), []
     expected = trained_by_hand(level, spoiled=spoiled, clip=0.1)
     (model, optimizer), scaler = prepared(level), NativeScaler()
     for step in range(STEPS):
         timms_step(scaler, model, optimizer, step, spoiled, clip_grad=0.1)
-        found.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
-    assert_same_steps(found, expected)
-    assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(STEPS)]
+        results.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+    assert_same_steps(results, expected)
+    assert [skipped for _, skipped, _ in results] == [step == spoiled for step in range(STEPS)]
     if spoiled is not None:  # half of it once, and growth after three clean ones
-        assert [state["loss_scaler0"]["loss_scale"] for *_, state in found] == [256, 256, 128, 128, 128, 256]
+        assert [state["loss_scaler0"]["loss_scale"] for *_, state in results] == [256, 256, 128, 128, 128, 256]
 
 
 def test_micro_batches_add_up_in_float32():
@@ -61,7 +61,7 @@ def test_micro_batches_add_up_in_float32():
 @pytest.mark.parametrize("mode", ("norm", "value", "agc"))
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
 def test_what_is_clipped_is_what_timm_clips_in_float32(level, mode):
-    """All parameters but the last layer's, as timm's ``exclude_head`` chooses; a step of SGD at lr 1 is the gradient."""
+    """Clip all parameters but the last layer's, as timm's ``exclude_head`` chooses; a step of SGD at lr 1 is the gradient."""
     twin = net_with_norm()
     loss_of(twin, 0).backward()
     unclipped = [param.grad.clone() for param in twin.parameters()]
@@ -71,7 +71,7 @@ def test_what_is_clipped_is_what_timm_clips_in_float32(level, mode):
     NativeScaler()(loss_of(model, 0), optimizer, clip_grad=0.01, clip_mode=mode, parameters=chosen)
     after = ampkit.master_params(optimizer)
     for master, before, param, plain in zip(after, net_with_norm().parameters(), twin.parameters(), unclipped):
-        # Where elements are clamped, others are as inexact as they were before.
+        # Where elements are clamped, all others are as inexact as before.
         largest = (param.grad if mode == "norm" else plain).abs().max()
         assert (before - master - param.grad).abs().max() <= (1e-6 if level == "O0" else 0.02 * largest)
 

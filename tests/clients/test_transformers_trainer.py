@@ -34,14 +34,14 @@ class WithLoss(nn.Module):
 
 
 def rows(spoiled=None):
-    """Of batches of four; a label of the spoiled one is infinite."""
-    found = []
+    """Rows for batches of four; a label of the spoiled batch is infinite."""
+    examples = []
     for step in range(STEPS):
         x, y = random_batch(seed=step, rows=ROWS)
         if step == spoiled:
             y[0, 0] = math.inf
-        found += [{"x": x[row], "labels": y[row]} for row in range(ROWS)]
-    return found
+        examples += [{"x": x[row], "labels": y[row]} for row in range(ROWS)]
+    return examples
 
 
 def trainer(folder, level, model=None, spoiled=None, **arguments):
@@ -67,7 +67,7 @@ def trainer(folder, level, model=None, spoiled=None, **arguments):
 
 
 def by_hand(level, twin, spoiled=None, accumulate=1):
-    """With the model and the optimizer of a Trainer; (weights, state of the loss scale)."""
+    """Train by hand with the model and the optimizer of a Trainer; returns (weights, state of the loss scale)."""
 
     def loss_of(model, step, spoiled):
         batch = rows(spoiled)[step * ROWS : (step + 1) * ROWS]
@@ -84,15 +84,15 @@ def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
     spoiled = spoiled_at(level, 2)
     plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
     expected, state = by_hand(level, plain, spoiled, accumulate)
-    one = trainer(tmp_path, level, None, spoiled, gradient_accumulation_steps=accumulate, max_steps=STEPS // accumulate)
-    one.train()
-    assert_equal(one.model.state_dict(), expected)
+    run = trainer(tmp_path, level, None, spoiled, gradient_accumulation_steps=accumulate, max_steps=STEPS // accumulate)
+    run.train()
+    assert_equal(run.model.state_dict(), expected)
     assert ampkit.state_dict() == state
-    assert one.lr_scheduler.last_epoch == STEPS // accumulate - (
+    assert run.lr_scheduler.last_epoch == STEPS // accumulate - (
         spoiled is not None
     )  # it waits where a step is skipped
     if spoiled is not None and accumulate == 1:
-        assert one.scales == [256, 256, 256, 128, 128, 128]
+        assert run.scales == [256, 256, 256, 128, 128, 128]
         assert state["loss_scaler0"]["loss_scale"] == 256.0  # after three clean ones
 
 
@@ -112,12 +112,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, tmp_path):
 
 
 def test_a_second_train_goes_on_with_the_session(tmp_path):
-    one = trainer(tmp_path, "O2", spoiled=2)
-    one.train()
+    run = trainer(tmp_path, "O2", spoiled=2)
+    run.train()
     session = ampkit.current_session()
-    one.train()
-    assert ampkit.current_session() is session and one.scales[6] == 256.0
-    assert {param.dtype for param in one.model.net[0].parameters()} == {torch.float16}
+    run.train()
+    assert ampkit.current_session() is session and run.scales[6] == 256.0
+    assert {param.dtype for param in run.model.net[0].parameters()} == {torch.float16}
 
 
 def test_what_is_saved_is_float32(tmp_path):
@@ -126,11 +126,11 @@ def test_what_is_saved_is_float32(tmp_path):
     )
     model = transformers.BertForMaskedLM(config)
     tokens = torch.randint(0, 50, (8, 5), generator=torch.Generator().manual_seed(0))
-    one = trainer(tmp_path, "O2", model, max_steps=2)
-    one.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    one.train()
+    run = trainer(tmp_path, "O2", model, max_steps=2)
+    run.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    run.train()
     assert model.bert.encoder.layer[0].output.dense.weight.dtype is torch.float16
-    one.save_model(tmp_path / "saved")
+    run.save_model(tmp_path / "saved")
     weights = values(model)
     ampkit.close()
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "saved")
@@ -162,11 +162,11 @@ def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
     try:
         arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01, optim=optim)
         expected, _ = by_hand("O2", transformers.Trainer(WithLoss(), arguments))
-        one = trainer(tmp_path, "O2", optim=optim)
-        one.train()
+        run = trainer(tmp_path, "O2", optim=optim)
+        run.train()
     finally:
         ampkit.apex.uninstall()
-    assert_equal(one.model.state_dict(), expected)
+    assert_equal(run.model.state_dict(), expected)
 
 
 @pytest.mark.parametrize("left", ("bf16", "fp16"))
@@ -174,11 +174,11 @@ def test_what_an_earlier_trainer_left_in_the_environment_is_not_meant(left, tmp_
     plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
     expected, _ = by_hand("O1", plain)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", left)
-    one = trainer(tmp_path, "O1")
+    run = trainer(tmp_path, "O1")
     assert f"ACCELERATE_MIXED_PRECISION={left} stands in the environment" in caplog.text
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == left  # it is not ours
-    one.train()
-    assert_equal(one.model.state_dict(), expected)
+    run.train()
+    assert_equal(run.model.state_dict(), expected)
 
 
 class OwnTrainer(transformers.Trainer):
@@ -207,7 +207,7 @@ def test_a_mixin_behind_the_trainer_is_refused(bases):
     )  # its super() goes on to the mixin
 
 
-# Where `make clients` puts it.
+# `make clients` puts it there.
 NEWEST = Path(os.environ.get("AMPKIT_NEWEST_TRANSFORMERS", Path(sys.prefix) / "transformers-newest"))
 
 

@@ -1,4 +1,4 @@
-"""Under torchrun: ``train_on_two.py FRAMEWORK LEVEL FILE`` trains on two processes, and writes what each rank has come to."""
+"""Under torchrun: ``train_on_two.py FRAMEWORK LEVEL FILE`` trains on two processes, and writes the result of each rank."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ def batches(rank):
 
 
 def loss_of(model, batch, step, rank, spoiled=SPOILED):
-    """Of the spoiled micro-batch rank 1 alone has an infinite loss."""
+    """The loss of a micro-batch: infinite on rank 1 alone for the spoiled one."""
     x, y = batch
     return F.mse_loss(model(x).float(), y) * (math.inf if step == spoiled and rank == 1 else 1.0)
 

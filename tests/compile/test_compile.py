@@ -65,7 +65,7 @@ MODELS = {"mlp": make_mlp, "resnet": make_resnet, "gpt": make_gpt, "lstm": make_
 
 
 class Graphs:
-    """A backend that counts the graphs it is given and has another one compile them."""
+    """A backend that counts its graphs and has another backend compile them."""
 
     def __init__(self, backend="aot_eager"):
         self.count = 0
@@ -85,7 +85,7 @@ def fresh_dynamo():
 
 @contextlib.contextmanager
 def what_the_plain_model_needs(name):
-    """For an LSTM to be trained in one graph on the CPU."""
+    """Set what an LSTM needs to be trained in one graph on the CPU."""
     if name == "lstm":
         with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
             yield
@@ -94,7 +94,7 @@ def what_the_plain_model_needs(name):
 
 
 def initialized(make, level, **settings):
-    """A model, its optimizer and a batch, the same numbers each time."""
+    """Return a model, its optimizer and a batch, the same numbers each time."""
     torch.manual_seed(0)
     model, inputs, targets = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -104,7 +104,7 @@ def initialized(make, level, **settings):
 
 
 def step_of_forward(forward, optimizer, inputs, targets):
-    """One training step; the output and the loss."""
+    """Take a training step; returns the output and the loss."""
     optimizer.zero_grad()
     outputs = forward(inputs)
     loss = F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
@@ -131,7 +131,7 @@ def train_eagerly(make, level):
 
 
 def gradient_of_a_step(forward, optimizer, inputs, targets):
-    """The dtype of the output, and all gradients that the optimizer got in one vector."""
+    """Return the dtype of the output, and all gradients that the optimizer got in one vector."""
     outputs, _ = step_of_forward(forward, optimizer, inputs, targets)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])
@@ -225,7 +225,7 @@ def test_weights_are_cast_inside_the_graph_but_at_o2(level):
 
 
 def script_of_an_ordinary_training(forward, model, optimizer, inputs, targets, level):
-    """What may happen between two calls in a training loop."""
+    """Train with the events that may happen between two calls in a training loop."""
     for _ in range(3):
         step_of_forward(forward, optimizer, inputs, targets)
     model.eval()
@@ -294,14 +294,14 @@ HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function
 
 
 @pytest.mark.parametrize(
-    ("compiled", "given", "level"),
+    ("compiled", "passed", "level"),
     [
         *((how, "the model", level) for how in HOW for level in ("O1", "O2")),
         *((compiled_module, "what is compiled", level) for level in LEVELS),
     ],
 )
 @pytest.mark.parametrize("called_before", others_slow(True, of=[False, True]))
-def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled, given, level):
+def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled, passed, level):
     want = train_eagerly(make_mlp, level)
     torch.manual_seed(0)
     model, inputs, targets = make_mlp()
@@ -310,7 +310,7 @@ def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled
         with torch.no_grad():
             assert forward(inputs).dtype is torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    initialized_one = model if given == "the model" else forward
+    initialized_one = model if passed == "the model" else forward
     returned, _ = ampkit.initialize(initialized_one, optimizer, opt_level=level, verbosity=0)
     assert returned is initialized_one
     dtypes, losses = train_forward(forward, optimizer, inputs, targets)
@@ -318,7 +318,7 @@ def test_compiled_before_initialize_is_as_compiled_after(called_before, compiled
 
 
 def test_float32_gradients_of_float16_weights_wait_while_dynamo_traces():
-    """At a loss scale what a block leaves is float32: "dtype mismatch between tensor and its gradient"."""
+    """At a loss scale a block leaves float32 gradients: "dtype mismatch between tensor and its gradient"."""
     weights = []
     for wrap in (lambda model: model, compiled_module):
         model, optimizer, inputs, targets = initialized(

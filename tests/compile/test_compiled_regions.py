@@ -1,4 +1,4 @@
-"""torch.amp's words at O1 in compiled code: the same dtypes as uncompiled, whatever backend, without a graph break."""
+"""torch.amp's functions at O1 in compiled code: the same dtypes as uncompiled, whatever backend, without a graph break."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +16,7 @@ BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slo
 
 
 class Rotary(nn.Module):
-    """Angles outside of autocast, as libraries write it; what surrounds them in lower precision."""
+    """A model with angles outside of autocast, as libraries write it; around them is lower precision."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def test_regions_inside_the_model(backend):
 
 
 class Operators(nn.Module):
-    """Casts that dynamo leaves to methods and operators of Tensor."""
+    """A model with casts that dynamo leaves to methods and operators of Tensor."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through two pipes in the DevTools protocol; a driver such as Selenium would be a package more."""
+"""A headless Chromium, driven through two pipes by the DevTools protocol; a driver such as Selenium would be a package more."""
 
 import base64
 import json
@@ -74,7 +74,7 @@ class Browser:
         return answer["result"]
 
     def show(self, width: int, dark: bool, height: int = 900) -> None:
-        """Give the page its width, and the theme that the reader's system would ask for."""
+        """Set the width of the page, and the theme that the reader's system would ask for."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -57,11 +57,11 @@ def cell(**seconds):
 
 def test_ratios_are_of_turns_of_the_same_round():
     # The second round was disturbed, and both ways alike: a ratio of medians or of sums would be another one.
-    one = cell(float32=[0.4, 4.0, 0.4], autocast=[0.2, 2.0, 0.3], O1=[0.1, 1.0, 0.3])
-    assert make.ratios(one, "O1", "autocast") == pytest.approx([0.5, 0.5, 0.75])
-    assert make.speed_up(one, "autocast") == pytest.approx(2.0)
-    assert "| O1 | 300.00 | 0.50 (0.50-0.75) | 1.00 | 2.00 | 3.00 | 3 | 2.5 | 0 | 1.0000 |" in make.section(one)
-    assert make.section(one).startswith(
+    measured = cell(float32=[0.4, 4.0, 0.4], autocast=[0.2, 2.0, 0.3], O1=[0.1, 1.0, 0.3])
+    assert make.ratios(measured, "O1", "autocast") == pytest.approx([0.5, 0.5, 0.75])
+    assert make.speed_up(measured, "autocast") == pytest.approx(2.0)
+    assert "| O1 | 300.00 | 0.50 (0.50-0.75) | 1.00 | 2.00 | 3.00 | 3 | 2.5 | 0 | 1.0000 |" in make.section(measured)
+    assert make.section(measured).startswith(
         "## GPT, 4 micro-batches\n\nSmall; 1.2 M parameters, Adam, 3 rounds; the loss is that of"
     )
 

@@ -42,21 +42,21 @@ def ids(page):
     return str(page.relative_to(ROOT))
 
 
-def assert_as_printed(found, expected):
-    """The same words; numbers within a tenth, since the last digits of a loss depend on the processor."""
-    assert NUMBER.sub("#", found.strip()) == NUMBER.sub("#", expected.strip()), found
-    for mine, theirs in zip(NUMBER.findall(found), NUMBER.findall(expected), strict=True):
-        assert float(mine) == pytest.approx(float(theirs), rel=0.1), (found, expected)
+def assert_as_printed(printed, expected):
+    """Assert the same words, and numbers within a tenth: the last digits of a loss depend on the processor."""
+    assert NUMBER.sub("#", printed.strip()) == NUMBER.sub("#", expected.strip()), printed
+    for mine, theirs in zip(NUMBER.findall(printed), NUMBER.findall(expected), strict=True):
+        assert float(mine) == pytest.approx(float(theirs), rel=0.1), (printed, expected)
 
 
 def is_installed(package):
-    """Blocks titled "with PACKAGE" run where it is; those without a title run everywhere."""
+    """Whether a package is installed. Blocks titled "with PACKAGE" need theirs; blocks without a title run everywhere."""
     return not package or importlib.util.find_spec(package) is not None
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=ids)
 def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkeypatch):
-    """As one script, whose lines ampkit quotes."""
+    """Run a page's blocks as one script, whose lines ampkit quotes."""
     monkeypatch.chdir(tmp_path)  # some write checkpoints
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
     monkeypatch.setattr(advice, "computes_slowly_in", lambda dtype: False)  # as on the processor of the pages
@@ -89,7 +89,7 @@ def printed_by(script):
 
 
 def test_the_readme_begins_with_a_loop_and_its_two_lines():
-    """Without them it is a loop of plain torch, which prints what the page says of it."""
+    """Without the two lines the README's loop is plain torch, which prints what the page says of it."""
     (_, _, script), (_, _, with_them), (_, title, without) = fences(ROOT / "README.md")[:3]
     lines = [line for line in script.splitlines() if line.strip()]
     assert len(lines) <= 20 and [line for line in lines if "ampkit." in line] == [

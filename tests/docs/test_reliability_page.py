@@ -1,4 +1,4 @@
-"""docs/reliability.md is what the last full soak makes, which attacked every promise and broke none."""
+"""docs/reliability.md shows the last full soak, which attacked every promise and broke none."""
 
 import importlib.util
 import json

@@ -21,7 +21,7 @@ spec.loader.exec_module(browser)
 WIDTHS = (1400, 800, 390)
 PICTURES = ROOT / "build" / "screens"
 
-# What reaches beyond the page where nothing scrolls it, and at the width of a desk, code and tables that scroll.
+# Elements beyond the page where nothing scrolls them, and at the width of a desk, code and tables that scroll.
 CUT_OFF = """(() => {
   const width = document.documentElement.clientWidth;
   const scrolls = (element) => {
@@ -69,17 +69,17 @@ def site(tmp_path_factory):
 
 
 def cut_off(page, site, width, dark):
-    """{name of the page: what is cut off}."""
+    """Return {name of the page: what is cut off}."""
     page.show(width, dark)
-    found = {}
+    pages = {}
     for path in sorted(site.rglob("*.html")):
         name = str(path.relative_to(site).with_suffix("")).replace("/index", "").replace("/", "-")
         page.open(path.as_uri())
-        found[name] = page.evaluate(CUT_OFF)
+        pages[name] = page.evaluate(CUT_OFF)
         if os.environ.get("SCREENS"):
             PICTURES.mkdir(parents=True, exist_ok=True)
             page.picture(PICTURES / f"{name}-{width}-{'dark' if dark else 'light'}.png")
-    return {name: what for name, what in found.items() if what}
+    return {name: what for name, what in pages.items() if what}
 
 
 @pytest.mark.slow

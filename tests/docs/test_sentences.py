@@ -38,7 +38,7 @@ def paragraphs(text):
 
 
 def sentences(text):
-    """Code between backticks counts as a word, a link as its text."""
+    """Yield the sentences of a text. Code between backticks counts as a word, a link as its text."""
     for paragraph in paragraphs(text):
         plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", paragraph))
         yield from re.split(r"(?<=[.:!?])[)*\"]*\s+", plain)

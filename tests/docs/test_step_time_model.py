@@ -1,4 +1,4 @@
-"""benchmarks/step_time_model.md shows the tables that the script prints, and these are what one computes on paper."""
+"""benchmarks/step_time_model.md shows the tables that the script prints, and they agree with arithmetic on paper."""
 
 import sys
 

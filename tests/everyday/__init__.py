@@ -1,4 +1,4 @@
-"""Scripts as people write them: a table, and what its rows share. tests/sessions/test_everyday_scripts.py runs them."""
+"""Scripts as people write them: a table, and helpers of its rows. tests/sessions/test_everyday_scripts.py runs them."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ SCRIPTS = {}
 
 
 def script(levels=FLOAT32_WEIGHTS):
-    """Puts a function into the table, by its name."""
+    """Put a function into the table, by its name."""
 
     def put(function):
         SCRIPTS[function.__name__.replace("_", " ")] = function, levels
@@ -28,7 +28,7 @@ def script(levels=FLOAT32_WEIGHTS):
 
 
 class Run:
-    """What a script needs of a level: ``fp32``, ``autocast`` or one of ampkit's."""
+    """The interface of a script to a level: ``fp32``, ``autocast`` or one of ampkit's."""
 
     def __init__(self, level):
         self.level, self.is_ours = level, level in ALL
@@ -52,7 +52,7 @@ class Run:
             scaled.backward()
 
     def gradients(self, loss, model, optimizer):
-        """Those of this loss alone, ``p.grad`` as it is."""
+        """Return the gradients of this loss alone, ``p.grad`` as it is."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         return [p.grad for p in model.parameters()]
@@ -73,7 +73,7 @@ def flat(values):
 
 
 def way_of(*models):
-    """A function of nothing: how far the float32 values of these models' parameters have gone since."""
+    """Return a function without arguments: how far the float32 values of these models' parameters have gone since."""
 
     def values():
         states = [(model.state_dict(), [name for name, _ in model.named_parameters()]) for model in models]
@@ -90,7 +90,7 @@ def mlp(*sizes, act=nn.Tanh, seed=0):
 
 
 def learn(run, models, optimizer, loss_of, times=8, of=None, **settings):
-    """The loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of all weights or one model's."""
+    """Run the loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of the weights, or of ``of``."""
     models = models if isinstance(models, list) else [models]
     way, losses = way_of(*models) if of is None else way_of(of), []
     run.begin(models, optimizer, **settings)
@@ -101,7 +101,7 @@ def learn(run, models, optimizer, loss_of, times=8, of=None, **settings):
 
 
 def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
-    """A model with a large matrix, its optimizer, inputs and targets."""
+    """Return a model with a large matrix, its optimizer, inputs and targets."""
     model = mlp(64, 96, 2)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
     y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1)
@@ -109,7 +109,7 @@ def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
 
 
 def stepped(run, edit, times=8, lr=0.05, momentum=0.9, **settings):
-    """Iterations with an edit of the gradients before each step; ``edit(model)`` may return what is to be kept of it."""
+    """Iterate with an edit of the gradients before each step; results of ``edit(model)`` are kept."""
     model, optimizer, x, y = regression(lr=lr, momentum=momentum, **settings)
     way, losses, kept = way_of(model), [], []
     run.begin(model, optimizer)
@@ -124,7 +124,7 @@ def stepped(run, edit, times=8, lr=0.05, momentum=0.9, **settings):
 
 
 def noise_of(seed):
-    """A function of shapes: the same numbers in the same order each time."""
+    """Return a function of shapes: the same numbers in the same order each time."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=generator)
 

@@ -35,7 +35,7 @@ def gan(run):
 
 @script(ALL)
 def critic_frozen_after_its_forward(run):
-    """Both backward passes come after all forwards; the second one is for the generator alone."""
+    """Run both backward passes after all forwards; the second one is for the generator alone."""
     generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)
     of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic))
     way, noise, losses = way_of(generator, critic), noise_of(2), []
@@ -57,7 +57,7 @@ def critic_frozen_after_its_forward(run):
 
 
 class Painter(nn.Module):
-    """Returns its picture and the latent behind it."""
+    """A generator that returns its picture and the latent behind it."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
 
 
 def some_steps(count, seed=9):
-    """States, acts and returns of a game that somebody has played."""
+    """Return states, acts and returns of a game that somebody has played."""
     noise = noise_of(seed)
     states = noise(count, 8)
     return states, some_tokens(count, seed=seed, tokens=4), states[:, 0] + 0.3 * noise(count)
@@ -301,14 +301,14 @@ def moco_with_a_queue(run):
     queue = F.normalize(noise_of(11)(64, 96), dim=0)
     views = list(two_views(6))
     run.begin([encoder, momentum_encoder], optimizer)
-    for one, other in views:
+    for view, other_view in views:
         with torch.no_grad():
             for mean, p in zip(momentum_encoder.parameters(), encoder.parameters()):
                 mean.data = mean.data * 0.9 + p.data * 0.1
         with run.casts():
-            q = F.normalize(encoder(one).float(), dim=1)
+            q = F.normalize(encoder(view).float(), dim=1)
             with torch.no_grad():
-                k = F.normalize(momentum_encoder(other).float(), dim=1)
+                k = F.normalize(momentum_encoder(other_view).float(), dim=1)
         positive, negative = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue.clone())
         scores = torch.cat([positive, negative], 1) / 0.2
         losses.append(F.cross_entropy(scores, torch.zeros(len(q), dtype=torch.long)))

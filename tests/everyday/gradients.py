@@ -1,4 +1,4 @@
-"""What scripts make of ``p.grad``."""
+"""Scripts that read, change and replace ``p.grad``."""
 
 import contextlib
 import copy
@@ -104,7 +104,7 @@ def own_optimizer_with_state_like_gradients(run):
 
 
 class WatchingSGD(torch.optim.SGD):
-    """Adds something of its own to torch's step: a slow average of gradients, amplified."""
+    """An optimizer that adds to torch's step: a slow average of gradients, amplified."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -181,7 +181,7 @@ def lbfgs(run):
 
 
 def in_one_buffer(run, backward):
-    """All gradients are views of one buffer, which is cleared and clipped as a whole."""
+    """Keep all gradients as views of one buffer, which is cleared and clipped as a whole."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses, begin = way_of(model), [], 0
     run.begin(model, optimizer)
@@ -227,18 +227,18 @@ def coalesced_as_for_all_reduce(run):
 
 
 def handed_over(run, hand_over, set_to_none=True):
-    worker, own, x, y = regression()
+    worker, workers_optimizer, x, y = regression()
     shared = copy.deepcopy(worker)
     way, losses = way_of(shared), []
-    run.begin(worker, own)
+    run.begin(worker, workers_optimizer)
     optimizer = torch.optim.Adam(shared.parameters(), lr=1e-3)
     for _ in range(8):
         worker.load_state_dict(shared.state_dict())
-        own.zero_grad(set_to_none=set_to_none)
+        workers_optimizer.zero_grad(set_to_none=set_to_none)
         losses.append(run.error(worker, x, y))
-        run.backward(losses[-1], own)
-        for theirs, mine in zip(shared.parameters(), worker.parameters()):
-            hand_over(theirs, mine)
+        run.backward(losses[-1], workers_optimizer)
+        for shared_param, param in zip(shared.parameters(), worker.parameters()):
+            hand_over(shared_param, param)
         optimizer.step()
     return {"losses": losses, "weights": way()}
 
@@ -261,7 +261,7 @@ def gradients_handed_over_by_the_private_name(run):
 
 @script()
 def gradients_shared_once(run):
-    """Zeroed in place from then on: both models keep the same gradients."""
+    """Share gradients once and zero them in place from then on: both models keep the same gradients."""
 
     def hand_over(theirs, mine):
         if theirs.grad is None:
@@ -272,7 +272,7 @@ def gradients_shared_once(run):
 
 @script()
 def gradients_given_to_a_deep_copy(run):
-    """A look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
+    """Look ahead: a copy of the model steps with its gradients, the model with those of the copy."""
     model, optimizer, x, y = regression()
     way, losses = way_of(model), []
     run.begin(model, optimizer)
@@ -280,14 +280,14 @@ def gradients_given_to_a_deep_copy(run):
         losses.append(run.error(model, x, y))
         run.gradients(losses[-1], model, optimizer)
         ahead = copy.deepcopy(model)
-        for theirs, mine in zip(ahead.parameters(), model.parameters()):
-            theirs.grad = copy.deepcopy(mine.grad)
+        for copied, param in zip(ahead.parameters(), model.parameters()):
+            copied.grad = copy.deepcopy(param.grad)
         torch.optim.SGD(ahead.parameters(), lr=0.2).step()
         ahead.zero_grad()
         losses.append(run.error(ahead, x, y))
         losses[-1].backward()
-        for theirs, mine in zip(ahead.parameters(), model.parameters()):
-            mine.grad.add_(theirs.grad).div_(2)
+        for copied, param in zip(ahead.parameters(), model.parameters()):
+            param.grad.add_(copied.grad).div_(2)
         optimizer.step()
     return {"losses": losses, "weights": way()}
 
@@ -301,7 +301,7 @@ def layers_frozen_by_turns(run):
         for p in model[0].parameters():
             p.requires_grad_(index % 3 != 2)
         losses.append(run.error(model, x, y))
-        if index % 3 == 2:  # what is left there from before
+        if index % 3 == 2:  # gradients are left there from before
             seen += [p.grad.abs() for p in model[0].parameters()]
         for p in model[2].parameters():
             p.grad = None
@@ -386,7 +386,7 @@ class Projected(torch.optim.Optimizer):
 
 @script()
 def galore_as_a_class_beside_the_session(run):
-    """Its optimizer is not given to initialize."""
+    """Step with an optimizer that is not passed to initialize."""
     model, optimizer, x, y = regression(rows=96, make=Projected)
     way, losses = way_of(model), []
     run.begin(model)
@@ -616,18 +616,18 @@ def pcgrad(run):
         with run.casts():
             output = model(x)
         of_tasks = [F.mse_loss(output[:, index].float(), y[:, index]) for index in range(2)]
-        found = []
+        gradients = []
         for index, loss in enumerate(of_tasks):
             optimizer.zero_grad()
             with run.block(loss, optimizer) as scaled:
                 scaled.backward(retain_graph=index == 0)
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         losses += of_tasks
-        projected = [g.clone() for g in found]
+        projected = [g.clone() for g in gradients]
         for one, other in ((0, 1), (1, 0)):
-            inner = torch.dot(projected[one], found[other])
+            inner = torch.dot(projected[one], gradients[other])
             if inner < 0:
-                projected[one] -= inner * found[other] / found[other].norm() ** 2
+                projected[one] -= inner * gradients[other] / gradients[other].norm() ** 2
         merged = torch.stack(projected).mean(0)
         for p, part in zip(model.parameters(), merged.split([p.numel() for p in model.parameters()])):
             p.grad = part.view_as(p)

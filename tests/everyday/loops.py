@@ -129,31 +129,31 @@ def product_of_hessian_and_vector(run):
     run.begin(model)
     params = list(model.parameters())
     vector = [noise_of(29)(*p.shape) for p in params]
-    losses, found = [], []
+    losses, products = [], []
     for _ in range(3):
         losses.append(run.error(model, x, y))
         slopes = torch.autograd.grad(losses[-1], params, create_graph=True)
         inner = sum((slope * v).sum() for slope, v in zip(slopes, vector))
-        found = torch.autograd.grad(inner, params)
-        norm = torch.stack([each.norm() for each in found]).norm()
-        vector = [each / norm for each in found]
-    return {"losses": losses, "gradients": slopes, "products": found}
+        products = torch.autograd.grad(inner, params)
+        norm = torch.stack([each.norm() for each in products]).norm()
+        vector = [each / norm for each in products]
+    return {"losses": losses, "gradients": slopes, "products": products}
 
 
 @script()
 def product_of_hessian_and_vector_by_backward(run):
-    """As `hutchinson` estimates do: backward with a graph, then of the gradients."""
+    """Take products as `hutchinson` estimates do: backward with a graph, then of the gradients."""
     model, _, x, y = regression()
     run.begin(model)
     params = list(model.parameters())
     run.error(model, x, y).backward(create_graph=True)
     slopes = [p.grad for p in params]
     vector = [noise_of(30)(*p.shape).sign() for p in params]
-    found = torch.autograd.grad(slopes, params, grad_outputs=vector)
+    products = torch.autograd.grad(slopes, params, grad_outputs=vector)
     first = flat(slopes)
     for p in params:
         p.grad = None
-    return {"gradients": [first], "products": found}
+    return {"gradients": [first], "products": products}
 
 
 @script()
@@ -217,7 +217,7 @@ def one_loss_goes_backward_twice(run):
 
 
 def kept_alias(run, backward):
-    """Who keeps ``p.grad`` sees what the next backward passes add."""
+    """Keep aliases of ``p.grad``, which show what the next backward passes add."""
     model, optimizer, x, y = regression(lr=0.05)
     run.begin(model, optimizer)
     parts = list(zip(x.split(8), y.split(8)))
@@ -240,7 +240,7 @@ def alias_kept_over_a_second_block(run):
 
 
 def penalized(run, backward, where):
-    """One of four micro-batches has a penalty on the weights themselves."""
+    """Add a penalty on the weights themselves to one of four micro-batches."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
     way, losses = way_of(model), []
     run.begin(model, optimizer)
@@ -273,7 +273,7 @@ def penalty_in_the_third_micro_batch_without_blocks(run):
 
 @script()
 def long_accumulation(run):
-    """A sum of 200 terms, of which bfloat16 would lose the last ones."""
+    """Accumulate a sum of 200 terms, of which bfloat16 would lose the last ones."""
     model, optimizer, x, y = regression()
     run.begin(model, optimizer)
     for index in range(200):
@@ -284,7 +284,7 @@ def long_accumulation(run):
 
 @script()
 def layer_used_many_times(run):
-    """One layer, 200 times in one graph."""
+    """Use a layer 200 times in one graph."""
     torch.manual_seed(31)
     model = nn.Sequential(nn.Linear(96, 96), nn.Tanh())
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), noise_of(32)(200, 4, 96) + 1
@@ -369,7 +369,7 @@ def gradients_taken_out_and_put_in(run):
 
 @script(ALL)
 def masks_by_hooks_before_initialize(run):
-    """On matrices and biases, in float32."""
+    """Mask matrices and biases, in float32."""
     model, optimizer, x, y = regression()
     for p in model.parameters():
         mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
@@ -408,7 +408,7 @@ def hook_put_on_between_passes_over_one_graph(run):
 
 
 class Halves(torch.autograd.Function):
-    """A product with one of two weights: the other gets no gradient."""
+    """A product with one of two weights: the other weight gets no gradient."""
 
     @staticmethod
     def forward(ctx, x, one, other, index):
@@ -444,7 +444,7 @@ def function_that_leaves_a_weight_out(run):
 
 @script()
 def hooks_of_accumulators(run):
-    """As distributed optimizers have them."""
+    """Hook the accumulators of gradients, as distributed optimizers do."""
     model, optimizer, x, y = regression(lr=0.05)
     accumulators, losses, way = [], [], way_of(model)
     run.begin(model, optimizer, loss_scale=1.0)
@@ -498,7 +498,7 @@ def steps_in_hooks(run):
 
 @script(("O4", "O5"))
 def steps_in_hooks_without_initialize(run):
-    """The model alone is given to initialize."""
+    """Initialize the model alone."""
     model, _, x, y = regression()
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
     losses, way = [], way_of(model)

@@ -14,7 +14,7 @@ from . import ALL, Writer, learn, mlp, noise_of, regression, script, some_tokens
 
 
 def of_next_tokens(run, model, tokens):
-    """The loss of a language model, of tokens in ascending order."""
+    """Return the loss of a language model, of tokens in ascending order."""
     tokens = tokens.sort(1).values
     with run.casts():
         scores = model(tokens[:, :-1])
@@ -264,7 +264,7 @@ def tied_autoencoder(run):
 
 
 class Slimmable(nn.Module):
-    """Uses a part of its weights by turns."""
+    """A model that uses a part of its weights by turns."""
 
     def __init__(self):
         super().__init__()

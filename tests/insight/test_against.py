@@ -26,7 +26,7 @@ def line_of(function, text):
 
 
 def a_divergence(x, y):
-    """The KL divergence between distributions that are nearly equal."""
+    """Return the KL divergence between distributions that are nearly equal."""
     log_p, log_q = F.log_softmax(x, -1), F.log_softmax(y, -1)
     difference = log_p - log_q
     return (log_p.exp() * difference).float().sum(-1).mean()
@@ -40,7 +40,7 @@ def logits():
 
 
 def run(x, y, dtype):
-    """Loss and gradient of the divergence; ``x`` is born in bfloat16, ``y`` is cast to it where that is the dtype."""
+    """Return loss and gradient of the divergence; ``x`` is created in bfloat16, ``y`` is cast to it where that is the dtype."""
     leaf = x.bfloat16().to(dtype).requires_grad_()
     loss = a_divergence(leaf, y.to(dtype))
     loss.backward()
@@ -50,21 +50,21 @@ def run(x, y, dtype):
 def test_a_cancellation_is_the_worst_line_and_the_errors_are_those_of_two_runs(logits):
     x, y = logits
     leaf = x.bfloat16().requires_grad_()
-    found = ampkit.diagnose(lambda: a_divergence(leaf, y.bfloat16()).backward(), against="fp32")
+    report = ampkit.diagnose(lambda: a_divergence(leaf, y.bfloat16()).backward(), against="fp32")
 
     (narrow_loss, narrow), (loss, exact) = run(x, y, torch.bfloat16), run(x, y, torch.float64)
-    assert found.loss == pytest.approx(abs(narrow_loss / loss - 1), rel=0.05)
+    assert report.loss == pytest.approx(abs(narrow_loss / loss - 1), rel=0.05)
     # Autograd rounds the gradient of a leaf in bfloat16 once more: by less than 2**-8.
-    assert found.gradient == pytest.approx(float((narrow - exact).norm() / exact.norm()), abs=2.0**-8)
-    assert found.gradient > 0.03
-    assert found.gradients == (pytest.approx(found.gradient, rel=1e-6),)  # of the only parameter
+    assert report.gradient == pytest.approx(float((narrow - exact).norm() / exact.norm()), abs=2.0**-8)
+    assert report.gradient > 0.03
+    assert report.gradients == (pytest.approx(report.gradient, rel=1e-6),)  # of the only parameter
 
-    forward = [row for row in found.rows if not row.backward]
+    forward = [row for row in report.rows if not row.backward]
     assert {row.function for row in forward} >= {"torch.Tensor.__sub__"}
     row = next(row for row in forward if row.function == "torch.Tensor.__sub__")
     assert (row.site.file, row.site.line) == (__file__, line_of(a_divergence, "difference = "))
     assert row.error > 10 * row.error_of_inputs and row.dtype is torch.bfloat16
-    assert "difference = log_p - log_q" in str(found)
+    assert "difference = log_p - log_q" in str(report)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
@@ -98,7 +98,7 @@ def test_the_culprit_is_the_norm_that_takes_away_the_mean_and_not_a_bias_whose_g
 
     rows = ampkit.diagnose(iteration, against="fp32").rows
     assert [row.function for row in rows if not row.backward] == ["torch.nn.functional.batch_norm"]
-    assert max(row.error for row in rows) < 1.5  # the bias' is off by 40 times what it is
+    assert max(row.error for row in rows) < 1.5  # the bias' gradient is off by 40 times its value
 
 
 def test_in_float32_nothing_differs():
@@ -153,7 +153,7 @@ def test_another_precision_is_refused():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", ["sparse", "nested"])
 def test_layouts_that_few_operators_take_are_compared_too(layout):
-    """One product in bfloat16, whose result is rounded once: by at most 2**-8, and its square by twice that."""
+    """A product in bfloat16, whose result is rounded once: by at most 2**-8, and its square by twice that."""
     torch.manual_seed(0)
     x, weight = torch.randn(4, 8).bfloat16(), torch.randn(1, 8).bfloat16().requires_grad_()
 
@@ -164,5 +164,5 @@ def test_layouts_that_few_operators_take_are_compared_too(layout):
             out = F.linear(torch.nested.as_nested_tensor([x, x[:2]]), weight).to_padded_tensor(0.0)
         out.float().square().mean().backward()
 
-    found = ampkit.diagnose(iteration, against="fp32")
-    assert 0 < found.loss < 2.0**-7 and 0 < found.gradient < 2.0**-6 and not found.rows
+    report = ampkit.diagnose(iteration, against="fp32")
+    assert 0 < report.loss < 2.0**-7 and 0 < report.gradient < 2.0**-6 and not report.rows

@@ -531,16 +531,16 @@ def closed():
     "case, kind, backward, function, evidence, cure", CASES, ids=[row[0].__name__ for row in CASES]
 )
 def test_the_culprit_is_found_with_its_kind_and_cure(case, kind, backward, function, evidence, cure):
-    found = diagnose(case())
-    print(found)
-    culprit = found.culprit
+    diagnosis = diagnose(case())
+    print(diagnosis)
+    culprit = diagnosis.culprit
     assert (culprit.site.file, culprit.site.line) == (__file__, marked_line(case))
     assert (culprit.kind, culprit.backward, culprit.function) == (kind, backward, function)
     assert evidence in culprit.evidence
-    assert cure in str(found.cures[0])
+    assert cure in str(diagnosis.cures[0])
 
 
-# What is none
+# No culprits
 
 
 def healthy():
@@ -580,7 +580,7 @@ def test_nothing_is_found_in_a_healthy_iteration(case):
     assert str(found).startswith(f"nothing found in {found.operations} operations")
 
 
-# What was there before
+# Values from before
 
 
 def test_nan_in_the_batch_is_named_with_the_line_that_uses_it():
@@ -589,13 +589,13 @@ def test_nan_in_the_batch_is_named_with_the_line_that_uses_it():
     def iteration():
         layer(batch).sum().backward()  # here
 
-    found = diagnose(iteration)
-    assert found.culprit.kind == "not finite before the iteration"
+    diagnosis = diagnose(iteration)
+    assert diagnosis.culprit.kind == "not finite before the iteration"
     assert (
-        found.culprit.evidence
+        diagnosis.culprit.evidence
         == "a tensor of shape (1, 2), torch.float32, that this line uses, has 1 NaN among 2 elements"
     )
-    assert found.culprit.site.line == marked_line(test_nan_in_the_batch_is_named_with_the_line_that_uses_it)
+    assert diagnosis.culprit.site.line == marked_line(test_nan_in_the_batch_is_named_with_the_line_that_uses_it)
 
 
 def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
@@ -617,22 +617,22 @@ def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
 
 def test_complex_numbers_and_sparse_gradients_are_looked_at():
     x = leaf(100.0 + 0.0j, 1.0, dtype=torch.complex64)
-    found = diagnose(lambda: torch.exp(x).abs().sum().backward())
-    assert found.culprit.evidence == "max |input| = 100, exp needs 2.688e+43, complex64 ends at 3.4e+38"
+    diagnosis = diagnose(lambda: torch.exp(x).abs().sum().backward())
+    assert diagnosis.culprit.evidence == "max |input| = 100, exp needs 2.688e+43, complex64 ends at 3.4e+38"
 
     table = nn.Embedding(2, 1, sparse=True)
     with torch.no_grad():
         table.weight.fill_(0.0)
-    found = diagnose(lambda: table(torch.tensor([1, 1])).sqrt().sum().backward())
-    assert (found.culprit.kind, found.culprit.function) == (DIVISION, "torch.Tensor.sqrt")
+    diagnosis = diagnose(lambda: table(torch.tensor([1, 1])).sqrt().sum().backward())
+    assert (diagnosis.culprit.kind, diagnosis.culprit.function) == (DIVISION, "torch.Tensor.sqrt")
     assert table.weight.grad is None
 
 
-# All is as before
+# State afterwards is as before
 
 
 def everything(model, optimizer):
-    """Bits of all that training changes, and of what comes next."""
+    """Return the bits of all that training changes, and of the random numbers to come."""
     state = [*model.state_dict().values(), *(param.grad for param in model.parameters())]
     state += [value for one in optimizer.state.values() for value in one.values()]
     state += [torch.get_rng_state(), torch.tensor(random.getstate()[1][:8])]
@@ -681,7 +681,7 @@ def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
 
 
 def test_a_cure_that_is_named_cures_when_it_is_done():
-    """The settings that diagnose prints, given to `initialize`."""
+    """Pass the settings that diagnose prints to `initialize`."""
 
     class Square(nn.Module):
         def forward(self, y):

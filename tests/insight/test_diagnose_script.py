@@ -122,7 +122,7 @@ SCRIPTS = {
     """,
 }
 
-# steps taken, exit code, what is printed
+# steps taken, exit code, printed words
 FOUND = {
     "a loss": (3, 1, ["log of zero", "line      script.py:8  loss = y.log().mean()", "of 2"]),
     "a loss in float64": (3, 1, ["log of zero", "script.py:8", "float64", "it happens in float64: the model, not"]),
@@ -170,7 +170,7 @@ def test_a_script_stops_at_the_culprit(case, tmp_path):
     assert ("not the precision" in done.stdout) <= ("next " not in done.stdout), done.stdout  # nothing is left to try
 
 
-#: What a model is called with, of layouts that few operators take.
+#: Inputs of a model, in layouts that few operators take.
 LAYOUTS = {
     "sparse": "torch.sparse.mm(torch.eye(4).to_sparse(), x)",
     "compressed rows": "torch.eye(4).to_sparse_csr() @ x",
@@ -321,7 +321,7 @@ def test_a_script_that_fails_shows_the_frames_that_plain_python_shows(tool, line
     assert not re.findall('File ".*ampkit', printed) and str(observed.value) == str(plain.value)
 
 
-#: How a script comes by float16 or bfloat16, and the change to bfloat16 that it is told.
+#: Ways in which a script gets float16 or bfloat16, and the advised change to bfloat16.
 CHANGES = {
     "autocast": ("with torch.autocast('cpu', torch.float16):", "", "torch.bfloat16 for torch.float16 (with ampkit: O4"),
     "weights in float16": (
@@ -378,7 +378,7 @@ DIVERGES = """
 
 
 def test_gradients_that_spike_in_finite_numbers_have_a_line_and_a_number(tmp_path, capsys):
-    """A row of 2, whose deviation is 0, is 2 / 1e-5 = 2e5: its gradient is that of some ones times 4e10."""
+    """A row of 2, whose deviation is 0, becomes 2 / 1e-5 = 2e5: its gradient is that of ones times 4e10."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(MODEL.replace("0.1", "1e-9") + SPIKES))
     assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), str(script)]) == 0

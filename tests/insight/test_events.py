@@ -1,4 +1,4 @@
-"""ampkit.events: what is told of an iteration, in which order, at a level, under torch's GradScaler, and in a script of its own."""
+"""ampkit.events: the events of an iteration, in order, at a level, under torch's GradScaler, and in a script without either."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ INF = float("inf")
 
 
 class Log(events.Listener):
-    """Keeps the names of what happens, with the loss scale of blocks and whether a step was skipped."""
+    """A listener that keeps the names of events, with the loss scale of blocks and whether a step was skipped."""
 
     def __init__(self):
         self.told = []
@@ -112,7 +112,7 @@ class Wrapped(torch.optim.SGD):
 
 
 class Around(torch.optim.Optimizer):
-    """An optimizer that is made of another."""
+    """An optimizer made of another optimizer."""
 
     def __init__(self, inner):
         self.inner = inner

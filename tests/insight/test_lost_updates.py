@@ -33,7 +33,7 @@ def train(model, optimizer, steps=8):
 
 @pytest.fixture
 def all_in_time(monkeypatch):
-    """Every parameter is looked at in every step, however fast these are."""
+    """Set a budget in which every parameter is checked in every step, however fast steps are."""
     monkeypatch.setattr(lost_updates, "BUDGET", 1e9)
     monkeypatch.setattr(lost_updates, "FIRST", 99)
 
@@ -65,7 +65,7 @@ def test_a_loop_is_warned_once_and_logged_after_five_steps_and_at_every_nth(all_
 
 
 def test_a_step_looks_at_as_many_parameters_as_the_budget_allows(monkeypatch):
-    """Each costs a second, and a step takes 100: two of six, in turn."""
+    """Each check costs a second, and a step takes 100: two of six, in turn."""
     looked_at, times = [], {"now": 0.0}
     monkeypatch.setattr(lost_updates, "perf_counter", lambda: times["now"])
     original = lost_updates.Weights
@@ -86,7 +86,7 @@ def test_a_step_looks_at_as_many_parameters_as_the_budget_allows(monkeypatch):
 
 
 def test_a_step_that_has_no_time_for_a_parameter_leaves_it_to_a_later_one(monkeypatch):
-    """Each costs a second, and a step takes 25: 2% of two steps are enough for one."""
+    """Each check costs a second, and a step takes 25: 2% of two steps are enough for one check."""
     looked_at, times = [], {"now": 0.0}
     monkeypatch.setattr(lost_updates, "perf_counter", lambda: times["now"])
     original = lost_updates.Weights
@@ -135,7 +135,7 @@ def test_steps_that_torchs_grad_scaler_skips_lose_none(fused, all_in_time):
 
 
 def by_trainer(callback, model, optimizer, logged):
-    """As transformers' CallbackHandler calls its callbacks: every event, by name."""
+    """Call the callback as transformers' CallbackHandler does: every event, by name."""
 
     def call(event, **kwargs):
         getattr(callback, event)("args", "state", "control", model=model, optimizer=optimizer, **kwargs)

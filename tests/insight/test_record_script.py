@@ -45,7 +45,7 @@ SKIPS = """
 
 @pytest.fixture
 def record(tmp_path, monkeypatch, capsys):
-    """Runs ``ampkit record`` in a folder of its own: exit code, standard output and standard error."""
+    """Run ``ampkit record`` in a folder of its own: exit code, standard output and standard error."""
 
     def run(source, *arguments, options=()):
         monkeypatch.chdir(tmp_path)

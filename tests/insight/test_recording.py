@@ -39,7 +39,7 @@ def backward(loss, optimizer):
 
 
 def rows_here(record, case, phase="forward"):
-    """The rows of the lines of ``case`` that end in ``# here``."""
+    """Return the rows of the lines of ``case`` that end in ``# here``."""
     lines, first = inspect.getsourcelines(case)
     here = {first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")}
     return [row for row in record.calls if row.file == __file__ and row.line in here and row.phase == phase]
@@ -511,7 +511,7 @@ def test_compiled_code_is_recorded_eagerly_and_the_record_says_so():
     torch.compiler.reset()
 
 
-# What it leaves alone
+# State that a recording leaves alone
 
 
 def state_of_torch():
@@ -538,13 +538,13 @@ def test_an_exception_inside_goes_on_and_leaves_torch_as_it_was():
 
 
 def test_a_recording_inside_of_another_is_refused_in_every_thread():
-    found = []
+    errors = []
 
     def in_a_thread():
         try:
             recorded(lambda: None)
         except ConfigurationError as error:
-            found.append(error)
+            errors.append(error)
 
     with ampkit.recording():
         with pytest.raises(ConfigurationError, match="while another recording runs"):
@@ -552,7 +552,7 @@ def test_a_recording_inside_of_another_is_refused_in_every_thread():
         thread = threading.Thread(target=in_a_thread)
         thread.start()
         thread.join()
-    assert len(found) == 1
+    assert len(errors) == 1
     recorded(in_a_thread)  # and the refusal has ended nothing
 
 
@@ -572,15 +572,15 @@ def test_results_are_those_without_a_recording():
     def losses():
         torch.manual_seed(0)
         model, optimizer = initialized(_Blocks(), "O1")
-        x, found = torch.randn(4, 8), []
+        x, values = torch.randn(4, 8), []
         for _ in range(3):
             loss = model(x).float().square().mean()
             backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            values.append(loss.item())
         ampkit.close()
-        return found
+        return values
 
     plain = losses()
     with ampkit.recording():
@@ -607,7 +607,7 @@ def test_a_lazy_module_that_was_never_called_is_passed_over():
     assert not ampkit.diagnose(iteration) and not ampkit.diagnose(iteration, against="fp32")
 
 
-# What is printed
+# Printed words
 
 
 def test_a_record_fits_100_columns_and_says_what_it_found():

@@ -89,9 +89,9 @@ def products_in_float32_and_in_float64():
     return lambda: (x @ x, y @ y)
 
 
-#: What makes float64 is before the line, which computes in it.
+#: Float64 is made before the line, which computes in it.
 FLOAT64 = "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
-# case: what is found, and what to change
+# case: the finding, and the change
 ADVICE = {
     a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
     a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),
@@ -116,17 +116,17 @@ ADVICE = {
 @pytest.mark.parametrize("case", ADVICE, ids=lambda case: case.__name__)
 def test_advice_names_line_figure_and_change(case, monkeypatch):
     monkeypatch.setattr(advice_of, "computes_slowly_in", lambda dtype: False)
-    found, change = ADVICE[case]
+    finding, change = ADVICE[case]
     record = recorded(case())
     advice = record.advice
     lines, first = inspect.getsourcelines(case)
     here = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")]
-    (one,) = [one for one in advice if one.found.startswith(found)]
-    assert one.change == change
-    assert one.site == (f"test_recording_advice.py:{here[0]}" if here else "")
-    assert [one.gain for one in advice] == sorted((one.gain for one in advice), reverse=True)
+    (row,) = [row for row in advice if row.found.startswith(finding)]
+    assert row.change == change
+    assert row.site == (f"test_recording_advice.py:{here[0]}" if here else "")
+    assert [row.gain for row in advice] == sorted((row.gain for row in advice), reverse=True)
     words = " ".join(str(record).split())
-    assert all(part in words for part in (one.site, one.found, one.change))
+    assert all(part in words for part in (row.site, row.found, row.change))
 
 
 def test_lower_precision_is_not_advised_where_it_is_slow(monkeypatch):
@@ -179,7 +179,7 @@ def test_json_has_all_rows_in_plain_words(tmp_path):
 
 
 class Slow(nn.Module):
-    """What keeps a product out of lower precision: a scale that the script makes float32."""
+    """A model whose scale, made float32 by the script, keeps a product out of lower precision."""
 
     def __init__(self):
         super().__init__()
@@ -210,17 +210,17 @@ def test_a_culprit_for_slow_is_named_in_scripts_without_ampkit(way, monkeypatch)
         y.square().mean().backward()
         optimizer.step()
 
-    found = [f"{one.site}: {one.found} -> {one.change}" for one in recorded(iteration).advice]
+    findings = [f"{one.site}: {one.found} -> {one.change}" for one in recorded(iteration).advice]
     words = "region at test_recording_advice.py:" if way == "autocast" else "promoted at test_recording_advice.py:"
-    (culprit,) = [line for line in found if "computes in float32" in line]
+    (culprit,) = [line for line in findings if "computes in float32" in line]
     assert words in culprit and ("matmul" if way == "autocast" else "einsum") in culprit
     assert way == "autocast" or "by .float() at test_recording_advice.py:" in culprit
-    assert any("linear in 'up'" in line and "N = 60 is no multiple of 8 -> pad it to 64" in line for line in found)
+    assert any("linear in 'up'" in line and "N = 60 is no multiple of 8 -> pad it to 64" in line for line in findings)
 
 
 @pytest.mark.parametrize("line", ["scaler.unscale_(one)", "scaler.step(one)", "scaler.update()"])
 def test_a_line_that_calls_the_scaler_is_no_finding(line):
-    """It computes a reciprocal in float64, and reads a number for each of four optimizers."""
+    """The scaler computes a reciprocal in float64, and reads a number for each of four optimizers."""
     scaler = torch.amp.GradScaler("cpu")
     layers = [nn.Linear(8, 8) for _ in range(4)]
     optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]

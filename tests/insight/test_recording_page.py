@@ -1,4 +1,4 @@
-"""The page of a recording: it asks for nothing from elsewhere, and shows the source with the rows of each line."""
+"""The page of a recording: it loads nothing from elsewhere, and shows the source with the rows of each line."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def page(tmp_path_factory):
 
 
 class Reader(HTMLParser):
-    """Tags with their attributes, in order; tags that are open; text."""
+    """A parser of tags with their attributes, in order; tags that are open; text."""
 
     def __init__(self, html):
         super().__init__()
@@ -82,7 +82,7 @@ def test_it_shows_the_rows_and_the_source(page):
     assert "float32: promoted by parameter 'bias'" in text
     assert "N = 30 is no multiple of 8" in text and "pad it to 32" in text
     assert path.read_text().count("<li><b>") == sum(row.line > 0 for row in record.calls)
-    assert text.count("⋮") == 1  # the model's line, and those of the loop
+    assert text.count("⋮") == 1  # the model's line, and the lines of the loop
 
 
 FINE_TUNING = """

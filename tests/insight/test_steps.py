@@ -25,7 +25,7 @@ def closed():
 
 
 class Line(nn.Module):
-    """Its gradients are the inputs: exact in every precision."""
+    """A model whose gradients are its inputs: exact in every precision."""
 
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-#: By ways of training: the names of rows, and what their cells have to be.
+#: By ways of training: the names of rows, and the expected cells.
 ROWS = {
     ("plain", "O5", "alone"): {
         "log of p that has reached 0": ("right", "right", "right"),

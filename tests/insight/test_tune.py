@@ -1,4 +1,4 @@
-"""`tune`: figures that are known on paper or computed here beside it, the rule, what it writes, and what it refuses."""
+"""`tune`: figures known on paper or computed here, the rule, the files it writes, and what it refuses."""
 
 import dataclasses
 import importlib.util
@@ -175,11 +175,11 @@ def test_a_way_that_fails_in_a_turn_leaves_the_others(monkeypatch):
 # The rule
 
 
-def row(way, milliseconds, mib, off=0.0, lost=0.0, **given):
-    """Losses are ``off`` from those of float32, 1.0 each."""
+def row(way, milliseconds, mib, off=0.0, lost=0.0, **more):
+    """Return a row of losses that are ``off`` from those of float32, 1.0 each."""
     seconds = [milliseconds * 1e-3] * 4
     return Row(
-        Way(*way.split()), seconds=seconds, peak_bytes=mib << 20, losses=[1 + off] * 3, lost_updates=lost, **given
+        Way(*way.split()), seconds=seconds, peak_bytes=mib << 20, losses=[1 + off] * 3, lost_updates=lost, **more
     )
 
 
@@ -286,18 +286,18 @@ def test_other_optimizers_have_no_fused_one():
     assert optimizers_for(torch.optim.SGD(weights, lr=1.0)) == ["given", "fused"]
 
 
-# What it writes
+# Written files and tables
 
 
 def test_the_table_has_every_figure_in_100_columns():
-    found = tuning(
+    report = tuning(
         dataclasses.replace(PLAIN, seconds=[1.2345] * 4),
         AUTOCAST,
         row("O2 bfloat16 fused", 6.5, 12345, off=0.0123, skipped=3),
         dataclasses.replace(row("O3 bfloat16 fused", 5.5, 70), lost_updates=0.25),
         row("O1 float16 int8", 6, 80, error="OutOfMemoryError: " + 30 * "words "),
     )
-    lines = str(found).splitlines()
+    lines = str(report).splitlines()
     assert max(map(len, lines)) <= WIDTH
     (fused,) = (line for line in lines if line.startswith("O2 bfloat16 fused"))
     assert fused.split()[3:] == "6.50 6.50-6.50 1231 12345 1.012 1.2% 3 0%".split()
@@ -315,7 +315,7 @@ def test_json_has_the_figures(tmp_path):
     assert read["rows"]["O3 bfloat16"]["why_not"] == "it loses 50% of the updates"
 
 
-# What it refuses
+# Refusals
 
 
 def local_factory():
@@ -436,13 +436,13 @@ def test_the_page_shows_what_its_factory_gives(tmp_path):
 def test_examples_are_tuned_and_the_resnet_within_two_minutes(name):
     pytest.importorskip("sklearn")
     started = time.monotonic()
-    found = ampkit.tune(str(ROOT / "examples" / "tuning" / "models.py") + ":" + name, seconds=60)
+    report = ampkit.tune(str(ROOT / "examples" / "tuning" / "models.py") + ":" + name, seconds=60)
     took = time.monotonic() - started
-    print(f"{name}, {took:.0f} s\n{found}")
-    assert len(found.rows) == 17 and all(one.error is None for one in found.rows.values())
+    print(f"{name}, {took:.0f} s\n{report}")
+    assert len(report.rows) == 17 and all(one.error is None for one in report.rows.values())
     assert took < 120 or name != "resnet"
-    assert found.why_not(found.recommended) is None
+    assert report.why_not(report.recommended) is None
     # bfloat16 without float32 values loses updates, and O2 and O5 do not.
-    plain = found.rows["float32"].lost_updates
-    assert found.rows["O3 bfloat16"].lost_updates > plain + 0.02
-    assert all(found.rows[f"{level} bfloat16"].lost_updates < plain + 0.01 for level in ("O1", "O2", "O4", "O5"))
+    plain = report.rows["float32"].lost_updates
+    assert report.rows["O3 bfloat16"].lost_updates > plain + 0.02
+    assert all(report.rows[f"{level} bfloat16"].lost_updates < plain + 0.01 for level in ("O1", "O2", "O4", "O5"))

@@ -1,4 +1,4 @@
-"""Factories that test_tune.py has trained in other processes. Figures of the first are known on paper."""
+"""Factories that test_tune.py trains in other processes. Figures of the first are known on paper."""
 
 import os
 
@@ -13,7 +13,7 @@ WIDTH = 64
 
 
 class Sum(nn.Module):
-    """The sum of all products of ones and of weights that are 0.75; the gradient of each weight is `GRADIENT`."""
+    """A model that sums all products of ones and of weights that are 0.75; the gradient of each weight is `GRADIENT`."""
 
     def __init__(self):
         super().__init__()
@@ -25,14 +25,14 @@ class Sum(nn.Module):
 
 
 def on_paper():
-    """Without momentum, so that there is nothing to store in 8 bits."""
+    """Return a training without momentum, so that there is nothing to store in 8 bits."""
     model = Sum()
     batches = [(torch.ones(1, WIDTH), GRADIENT)]
     return model, torch.optim.SGD(model.parameters(), RATE), batches, lambda found, factor: found.float().sum() * factor
 
 
 def net():
-    """Gradients that hang on every rounding; several inputs, a dict of them in every second batch."""
+    """Return a training whose gradients depend on every rounding; several inputs, a dict of them in every second batch."""
     torch.manual_seed(1)
     model = Two()
     inputs = [torch.randn(16, 8) for _ in range(4)]

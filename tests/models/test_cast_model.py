@@ -31,7 +31,7 @@ NORMS = {
 
 
 class Recorder(nn.Module):
-    """Hands its input through a weight, and remembers what it was called with."""
+    """A module that passes its input through a weight, and remembers its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -73,19 +73,19 @@ def assert_like_float32(model, *inputs, level, tolerance=0.05, **settings):
             dtype = dtype_under_autocast(twin, *inputs) if level == "O5" else F32
             with ampkit.disable_casts():  # of all calls at O1, in a model that is none of the session's
                 expected = first_of(twin(*inputs))
-            found = first_of(model(*inputs))
-        assert found.dtype is dtype or level == "O1"
-        assert not torch.equal(found.float(), expected), "nothing ran in lower precision"
-        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+            actual = first_of(model(*inputs))
+        assert actual.dtype is dtype or level == "O1"
+        assert not torch.equal(actual.float(), expected), "nothing ran in lower precision"
+        torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
         if training:
-            found.float().square().mean().backward()
+            actual.float().square().mean().backward()
             expected.square().mean().backward()
     gradients = [(p.grad.float(), q.grad) for p, q in zip(model.parameters(), twin.parameters()) if q.grad is not None]
-    found, expected = (torch.cat([pair[i].flatten() for pair in gradients]) for i in (0, 1))
-    assert (found - expected).norm() <= 2 * tolerance * expected.norm()
+    actual, expected = (torch.cat([pair[i].flatten() for pair in gradients]) for i in (0, 1))
+    assert (actual - expected).norm() <= 2 * tolerance * expected.norm()
 
 
-# What stays float32
+# Modules that stay float32
 
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
@@ -108,7 +108,7 @@ def test_orthogonal_weights_stay_orthogonal_and_train_close_to_float32(kind, tri
 
 @pytest.mark.parametrize("level, kept", (("O2", {"original0", "bias"}), ("O3", set())))
 def test_parametrized_weights_go_by_their_shapes(level, kept):
-    """The length of each row is a vector, as gates and scales are."""
+    """The lengths of the rows are a vector, as gates and scales are."""
     model = cast(nn.Sequential(orthogonal(nn.Linear(4, 4)), weight_norm(nn.Linear(4, 4))), level)
     assert {name.rpartition(".")[2] for name, dtype in dtypes(model).items() if dtype is F32} == kept
     twin = copy.deepcopy(model)
@@ -128,11 +128,11 @@ def test_norm_keeps_float32_weights_and_trains_close_to_float32(norm, level, dty
     kept = {name for name, tensor in model.state_dict(keep_vars=True).items() if name.startswith("1.")}
     assert {t.dtype for t in (*model[1].parameters(), *model[1].buffers()) if t.is_floating_point()} <= {F32}
     assert len(kept) == len(list(make().state_dict()))
-    assert model[2].seen is dtype  # the norm hands on what it was given
+    assert model[2].seen is dtype  # the norm returns the precision of its input
 
 
 class Scale(nn.Module):
-    """Hands on lower precision where calls are cast, as the layers before a norm do."""
+    """A module that returns lower precision where calls are cast, as the layers before a norm do."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -226,7 +226,7 @@ def test_keep_batchnorm_fp32_is_the_switch_for_all_norms(level, switch, norm):
 
 
 class Head(nn.Linear):
-    """A type of its own, to be named in keep_fp32."""
+    """A head with a type of its own, to be named in keep_fp32."""
 
 
 def test_keep_fp32_of_a_tied_weight_keeps_both_ends():
@@ -239,7 +239,7 @@ def test_keep_fp32_of_a_tied_weight_keeps_both_ends():
 
 
 class Affine(nn.BatchNorm1d):
-    """A batch norm whose forward is its own: it cannot mix precisions as torch's kernels can."""
+    """A batch norm with a forward of its own, which cannot mix precisions as torch's kernels can."""
 
     def forward(self, x):
         return x * self.weight + self.bias
@@ -252,13 +252,13 @@ def test_batch_norm_with_a_forward_of_its_own_trains_close_to_float32(level):
     )
 
 
-# What forward takes and returns
+# Inputs and outputs of forward
 
 Pair = namedtuple("Pair", "x label")
 
 
 class ModelOutput(OrderedDict):
-    """In the manner of Hugging Face: a dataclass and an OrderedDict, attributes and keys agree."""
+    """An output as Hugging Face's: a dataclass and an OrderedDict, whose attributes and keys agree."""
 
     def __init__(self, **values):
         super().__init__(**values)
@@ -293,7 +293,7 @@ def leaves(value):
 
 
 def expected(value, dtype):
-    """`leaves` with float32 replaced."""
+    """Return `leaves` with float32 replaced."""
     if isinstance(value, torch.dtype):
         return dtype if value is F32 else value
     if isinstance(value, dict):
@@ -381,7 +381,7 @@ def test_cast_model_outputs_decides_the_dtype_of_outputs(level, outputs):
 
 
 class Encoder(nn.Module):
-    """Methods beside forward, decorated and not."""
+    """An encoder with methods beside forward, decorated and not."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +422,7 @@ def test_cast_inputs_changes_nothing_where_the_model_is_not_cast(level):
 
 
 def test_model_inside_another_of_the_same_session_hands_on_lower_precision():
-    """Also where it is called a second time."""
+    """The inner model returns lower precision also where it is called a second time."""
     inner = nn.Linear(2, 2)
     outer = nn.Sequential(inner, inner, nn.Linear(2, 2))
     outer[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
@@ -450,11 +450,11 @@ def test_packed_sequence_goes_through_an_lstm(level):
     lstm = nn.LSTM(1, 2, batch_first=True)
     packed = CONTAINERS["PackedSequence"]
     plain, _ = lstm(packed)
-    found, (hidden, cell) = cast(lstm, level)(packed)
+    output, (hidden, cell) = cast(lstm, level)(packed)
     outputs = BF16 if level == "O5" else F32
-    assert isinstance(found, PackedSequence) and found.data.dtype is hidden.dtype is cell.dtype is outputs
-    torch.testing.assert_close(found.data.float(), plain.data, atol=0.02, rtol=0)
-    assert torch.equal(found.batch_sizes, plain.batch_sizes)
+    assert isinstance(output, PackedSequence) and output.data.dtype is hidden.dtype is cell.dtype is outputs
+    torch.testing.assert_close(output.data.float(), plain.data, atol=0.02, rtol=0)
+    assert torch.equal(output.batch_sizes, plain.batch_sizes)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -39,14 +39,14 @@ def train_in_float32(model, optimizer, times=3):
 
 
 def assert_close_to(model, twin):
-    """The float32 values, and the outputs, of a model at O2 against the same one in float32, after the same steps."""
-    found, wanted = model.state_dict(), twin.state_dict()
-    assert found.keys() == wanted.keys()
+    """Assert that values and outputs of a model at O2 are close to the same model in float32, after the same steps."""
+    values, wanted = model.state_dict(), twin.state_dict()
+    assert values.keys() == wanted.keys()
     for name, value in wanted.items():
         made_since = name.endswith("_mask")  # of ones_like(weight), by torch.nn.utils.prune
-        assert made_since or found[name].dtype is value.dtype, name
+        assert made_since or values[name].dtype is value.dtype, name
         torch.testing.assert_close(
-            found[name].float(), value, atol=0.01, rtol=0.02, msg=lambda text, name=name: f"{name}: {text}"
+            values[name].float(), value, atol=0.01, rtol=0.02, msg=lambda text, name=name: f"{name}: {text}"
         )
     torch.testing.assert_close(model(X).float(), twin(X), atol=0.02, rtol=0.02)
 
@@ -140,7 +140,7 @@ def tied_to_first(model):
     return layer
 
 
-#: How a module that is new takes the first layer's weight, and the name that it has there.
+#: Ways in which a new module takes the first layer's weight, and the name of the weight there.
 TAKES = {
     "parametrization": (
         lambda m: parametrize.register_parametrization(m[0], "weight", nn.Identity()),
@@ -234,7 +234,7 @@ def test_model_that_is_parametrized_itself():
 
 
 def resized(model, rows=5):
-    """As transformers' resize_token_embeddings does: the same parameter, with other data."""
+    """Resize as transformers' resize_token_embeddings does: the same parameter, with other data."""
     old = model[0]
     fresh = nn.Embedding(rows, old.embedding_dim, dtype=old.weight.dtype)
     with torch.no_grad():
@@ -360,7 +360,7 @@ def test_encoder_of_two_calls_belongs_to_the_second(caplog):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_model_without_a_forward_trains(level):
-    """Its parts are called by the script: a ModuleDict, a class with a training_step only."""
+    """The script calls the parts of the model: a ModuleDict, a class with a training_step only."""
     torch.manual_seed(0)
     parts = nn.ModuleDict({"up": nn.Linear(4, 8), "norm": nn.LayerNorm(8), "down": nn.Linear(8, 2)})
     twin = copy.deepcopy(parts)
@@ -426,7 +426,7 @@ def by_vector(target, online):
 
 
 def target_after(update, frozen, level):
-    """A target network that is a model of its own, as in SAC and DQN; how far it has moved, and its dtype."""
+    """Train a separate target network, as in SAC and DQN; returns how far it has moved, and its dtype."""
     online = make_net()
     target = copy.deepcopy(online).requires_grad_(not frozen)
     start = copy.deepcopy(target.state_dict())
@@ -475,7 +475,7 @@ def test_forwards_that_are_no_plain_functions_are_called_as_python_does(level):
 
 
 def test_what_an_optimizer_trains_is_stored_in_lower_precision():
-    """Not what it holds and does not move: the key encoder of MoCo, which gives all parameters to its optimizer, is an average."""
+    """Parameters that it holds and does not move are not: MoCo's optimizer gets all, and the key encoder is an average."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
@@ -517,7 +517,7 @@ def test_averaged_models_defaults_average_the_float32_values(settings):
     "dtype, exact", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)], ids=str
 )
 def test_an_average_kept_by_hand_takes_float32_values(dtype, exact):
-    """Of float32 averages; float64 ones are refused by torch, as in float32, and bfloat16 ones are rounded, as in bfloat16."""
+    """Float32 averages are exact; torch refuses float64 ones, as in float32, and rounds bfloat16 ones, as in bfloat16."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
     averages = [param.detach().to(dtype, copy=True) for param in (model[0].weight,)]
@@ -609,7 +609,7 @@ def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused
 
 
 def test_float32_values_in_the_places_of_all_parameters_are_taken():
-    """What bfloat16 holds exactly, as zeros, is no model that was made float32."""
+    """Values that bfloat16 holds exactly, as zeros, are no sign that the model was made float32."""
     model = o2(nn.Linear(2, 2))
     for param in model.parameters():
         param.data = torch.zeros(param.shape)
@@ -629,7 +629,7 @@ def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_tr
 
 
 class Decoder(torch.nn.Module):
-    """Multiplies by the weight of an encoder, which it does not call."""
+    """A decoder that multiplies by the weight of an encoder, which it does not call."""
 
     def __init__(self, encoder):
         super().__init__()

@@ -47,7 +47,7 @@ class RowClassifier(nn.Module):
 
 
 def trained_a_little(level):
-    """A model and its optimizer, initialized and two iterations old."""
+    """Return a model and its optimizer, initialized and two iterations old."""
     torch.manual_seed(0)
     model = RowClassifier()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
@@ -57,7 +57,7 @@ def trained_a_little(level):
 
 
 def classify_rows(model, optimizer, times=1):
-    """Iterations on the three rows of X."""
+    """Run iterations on the three rows of X."""
     iterate(lambda: F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer, times)
 
 
@@ -83,7 +83,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": thr
 
 
 def assert_plain(module):
-    """Every part of its own class, one float32 parameter for a weight, nothing of ampkit's on it."""
+    """Assert that every part has its own class, one float32 parameter for a weight, and nothing of ampkit's on it."""
     for part in module.modules():
         for thing in (
             type(part),
@@ -97,7 +97,7 @@ def assert_plain(module):
 
 
 def in_float32(model):
-    """The model as it is without ampkit: its class, the float32 weights of its state_dict(), its mode."""
+    """Return the model as it is without ampkit: its class, the float32 weights of its state_dict(), its mode."""
     plain = RowClassifier().train(model.training)
     plain.load_state_dict(model.state_dict())
     plain.frozen.requires_grad_(False)
@@ -234,7 +234,7 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
     assert twin_optimizer.step.__func__ is type(optimizer).step and "_ampkit" not in vars(twin_optimizer)
     held = {p for group in twin_optimizer.param_groups for p in group["params"]}
     assert held == {p for p in twin.parameters() if p.requires_grad}
-    # What torch does without ampkit from the same weights and moments.
+    # The result of torch without ampkit from the same weights and moments.
     plain = in_float32(model)
     trained = [p for p in plain.parameters() if p.requires_grad]
     plain_optimizer = type(optimizer)(trained, lr=0.02)
@@ -285,7 +285,7 @@ def test_pair_of_copies_goes_on_as_the_closed_pair_does(copied, kind):
 
 
 class Tied(nn.Module):
-    """One weight at both ends."""
+    """A model with the same weight at both ends."""
 
     def __init__(self):
         super().__init__()
@@ -338,7 +338,7 @@ def test_requires_grad_of_the_moment_is_copied(copied):
 
 
 class Careful(RowClassifier):
-    """Copies itself its own way, and leaves out what it does not know."""
+    """A model that copies itself its own way, and leaves out what it does not know."""
 
     def __deepcopy__(self, memo):
         twin = RowClassifier.__new__(type(self))

@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Translator(nn.Module):
-    """As in transformers: the parts lie one level down, and a method calls them one after the other."""
+    """A model as in transformers: its parts lie one level down, and a method calls them one after the other."""
 
     def __init__(self):
         super().__init__()
@@ -129,25 +129,25 @@ def test_weight_used_outside_of_its_model_has_the_row_of_the_tables(level):
     wanted = F.linear(x, exact.head.weight)
     wanted.square().sum().backward()
     model = cast(level)
-    found = F.linear(x, model.head.weight)
-    assert found.dtype is LOW
-    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.02)
-    found.float().square().sum().backward()
+    output = F.linear(x, model.head.weight)
+    assert output.dtype is LOW
+    torch.testing.assert_close(output.float(), wanted, rtol=0, atol=0.02)
+    output.float().square().sum().backward()
     gradient = model.head.weight.grad.float()
     assert (gradient - exact.head.weight.grad).norm() < 0.02 * exact.head.weight.grad.norm()
     assert F.linear(x, exact.head.weight).dtype is torch.float32  # calls with nothing in lower precision are torch's
-    assert F.log_softmax(found, -1).dtype is torch.float32 and F.softmax(found, -1).dtype is LOW
+    assert F.log_softmax(output, -1).dtype is torch.float32 and F.softmax(output, -1).dtype is LOW
 
 
 def test_weight_used_without_casts_has_its_float32_value():
     exact, x = translator(), torch.linspace(-1, 1, 24).view(3, 8)
     model = cast()
     with torch.autocast("cpu", enabled=False):
-        found = F.linear(x, model.head.weight)
-        assert F.softmax(found.to(LOW), -1).dtype is LOW  # what is no weight is as torch has it
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, F.linear(x, exact.head.weight))
-    [gradient] = torch.autograd.grad(found.sum(), model.head.weight)
+        output = F.linear(x, model.head.weight)
+        assert F.softmax(output.to(LOW), -1).dtype is LOW  # a tensor that is no weight is handled as in torch
+    assert output.dtype is torch.float32
+    torch.testing.assert_close(output, F.linear(x, exact.head.weight))
+    [gradient] = torch.autograd.grad(output.sum(), model.head.weight)
     assert gradient.dtype is LOW and torch.allclose(gradient.float(), x.sum(0).expand(5, 8), rtol=2**-8, atol=1e-6)
 
 
@@ -167,7 +167,7 @@ def test_at_o5_a_part_computes_as_inside_of_its_model_and_a_weight_used_outside_
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_the_functions_inside_a_model_hand_on(level):
-    """Softmax, norms and powers compute in float32 and return the precision they were given; sums and losses float32."""
+    """Softmax, norms and powers compute in float32 and return their inputs' precision; sums and losses return float32."""
     seen = {}
 
     class Whole(nn.Linear):

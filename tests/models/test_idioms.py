@@ -20,13 +20,13 @@ from torch import nn
 import ampkit
 
 LEVELS = ("O1", "O2", "O5")
-#: What has a level compute in float16, where it can.
+#: Settings that have a level compute in float16, where it can.
 IN_FLOAT16 = {
     "O1": dict(patch_torch_functions_type=torch.float16),
     "O2": dict(cast_model_type=torch.float16),
 }
 SEEDS, STEPS = (0, 1), 20
-# How far the losses may be from float32's, relative to its mean loss: that far, or twice as far as torch.autocast's.
+# The allowed distance of losses from float32's, relative to its mean loss: this far, or twice as far as torch.autocast's.
 TOLERANCE, TIMES_AUTOCAST = 0.02, 2
 
 adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
@@ -50,7 +50,7 @@ def own_loss(model, *batch):
 
 
 class Parts(nn.Module):
-    """Modules and parameters, and buffers, which are handed in as tensors."""
+    """A module of modules and parameters, and buffers, which are passed as tensors."""
 
     def __init__(self, **parts: Any):
         super().__init__()
@@ -67,7 +67,7 @@ class Idiom:
     data: Callable[[torch.Generator], tuple]
     script: Callable[..., torch.Tensor] = regression
     make_optimizer: Callable[..., torch.optim.Optimizer] = adamw
-    #: By the name of a buffer, how far from float32's it may end; 0 for one that no rounding of activations reaches.
+    #: The allowed distance from float32, by the name of a buffer; 0 for a buffer that no rounding of activations reaches.
     buffers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ def idiom(parts: Callable[..., dict], *row, variants: Mapping[str, Any] | None =
 def run(
     row: Idiom, seed: int, level: str | None = None, region=contextlib.nullcontext, adapt=None, steps=STEPS, **settings
 ):
-    """The loss of each step and the buffers at the end: at a level, or of the script as it is."""
+    """Return the loss of each step and the buffers at the end: at a level, or of the script as it is."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = row.make_model()
@@ -116,12 +116,12 @@ def run(
 
 
 def distance(found, wanted):
-    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = torch.stack(found), torch.stack(wanted)
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 
 
-# What the models are given. Batches are new in each step, and the same for the same seed.
+# Inputs of the models. Batches are new in each step, and the same for the same seed.
 
 
 def drawn(*shape, seed=7):
@@ -248,7 +248,7 @@ def scaled_dot_product_attention(self, ids):
 
 
 def projections(**others):
-    """Keys and queries that point one way, so that what turns them tells positions apart; values that are what comes in."""
+    """Keys and queries that point one way, so that what turns them tells positions apart; values are equal to the input."""
     parts = dict(qkv=nn.Linear(16, 48), out=nn.Linear(16, 16), **others)
     nn.init.constant_(parts["qkv"].bias[:32], 4.0)
     nn.init.eye_(parts["qkv"].weight[32:])
@@ -561,7 +561,7 @@ def convolutions(self, x):
     return self.head(F.adaptive_avg_pool2d(self.conv2(x), 1).flatten(1))
 
 
-# What scripts do around a forward.
+# Code of scripts around a forward.
 
 
 def dictionary(generator):

@@ -19,7 +19,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
 
 
 class Net(nn.Module):
-    """Two layers around a norm, a frozen layer, and a buffer that the forward writes to by putting another one in its place."""
+    """Two layers around a norm, a frozen layer, and a buffer that the forward replaces by a new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -87,18 +87,18 @@ def test_trains_as_the_same_model_made_float32_by_hand(level, optimizer_name, wi
         optimizer.step()
         optimizer.zero_grad()
     twin = copy.deepcopy(model).float()
-    twin.load_state_dict(float32_state_dict(model, optimizer))  # with the rests that an optimizer of ours keeps
+    twin.load_state_dict(float32_state_dict(model, optimizer))  # with the rests that ampkit's optimizer keeps
     twins_optimizer = OPTIMIZERS[optimizer_name](twin.parameters())
     twins_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts state to the parameters' dtype
-    found, wanted = [], []
-    for one, its, into in ((model, optimizer, found), (twin, twins_optimizer, wanted)):
-        ampkit.initialize(one, its, opt_level=level, verbosity=0)
-        train(one, its)
-        into += [one.state_dict(), len(its.state)]
-    assert found[0].keys() == wanted[0].keys()
+    results, wanted = [], []
+    for each, its_optimizer, into in ((model, optimizer, results), (twin, twins_optimizer, wanted)):
+        ampkit.initialize(each, its_optimizer, opt_level=level, verbosity=0)
+        train(each, its_optimizer)
+        into += [each.state_dict(), len(its_optimizer.state)]
+    assert results[0].keys() == wanted[0].keys()
     for name, value in wanted[0].items():
-        assert found[0][name].dtype is value.dtype and torch.equal(found[0][name], value), name
-    assert found[1] == wanted[1] >= 6  # six parameters are trained
+        assert results[0][name].dtype is value.dtype and torch.equal(results[0][name], value), name
+    assert results[1] == wanted[1] >= 6  # six parameters are trained
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
@@ -255,7 +255,7 @@ UNFIT = {
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O5"))
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
-    """Where nothing is stored lower, only of what is trained."""
+    """At levels that store nothing in lower precision, only trained parameters are refused."""
     make, words = UNFIT[case]
     if level in UNSTORED:
         ampkit.initialize(make(), opt_level=level, verbosity=0)
@@ -354,7 +354,7 @@ def test_model_that_no_optimizer_trains_stays_as_it_came(level):
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
 def test_frozen_parameters_train_in_float32_when_an_optimizer_gets_them(level):
-    found = {}
+    weights = {}
     for born_in in (torch.bfloat16, torch.float32):
         model = Adapted().bfloat16().to(born_in)
         optimizer = torch.optim.AdamW(trained_params(model), lr=0.01)
@@ -364,14 +364,14 @@ def test_frozen_parameters_train_in_float32_when_an_optimizer_gets_them(level):
         optimizer.add_param_group({"params": list(model.base.parameters()), "lr": 1e-4})
         assert {p.dtype for p in model.base.parameters()} == {torch.float32}
         train(model, optimizer)
-        found[born_in] = model.state_dict()["base.weight"].clone()
+        weights[born_in] = model.state_dict()["base.weight"].clone()
         ampkit.close()
         assert {p.dtype for p in model.base.parameters()} == {born_in}
     before = Adapted().base.weight.bfloat16().float()
-    moved = (found[torch.float32] - before).norm()
+    moved = (weights[torch.float32] - before).norm()
     assert moved > 0
     # The base computes in its own precision before it is trained; three steps at 1e-4 would be lost in bfloat16.
-    assert (found[torch.bfloat16] - found[torch.float32]).norm() < 0.2 * moved
+    assert (weights[torch.bfloat16] - weights[torch.float32]).norm() < 0.2 * moved
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.float8_e4m3fn))

@@ -30,14 +30,14 @@ def level(request):
 
 
 class Head(nn.Sequential):
-    """A type of its own, to be named in keep_fp32."""
+    """A head with a type of its own, to be named in keep_fp32."""
 
     def __init__(self):
         super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 
 
 class Net(nn.Module):
-    """A head between layers in lower precision, which notes what the head was given and what it returned."""
+    """A model with a head between layers in lower precision, which notes the head's inputs and outputs."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class ByForward(Net):
 
 
 class ByLayers(Net):
-    """The head is never called, its layers are."""
+    """A model that never calls its head, only the head's layers."""
 
     def run_head(self, x):
         for layer in self.head:
@@ -88,7 +88,7 @@ def distance(found, exact):
 
 
 def is_float32s(found, exact):
-    """Whether numbers were computed in float32; in bfloat16 they were certainly not within 1e-5."""
+    """Whether numbers were computed in float32; bfloat16 numbers would not be within 1e-5."""
     return found.dtype is F32 and distance(found.detach(), exact.detach()) < 1e-5
 
 
@@ -305,14 +305,14 @@ def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
             module.forward = lambda x, own=module: own.attention(x, x, x)[0]
     initialized(model, level, keep_fp32="1")
     with torch.set_grad_enabled(training):
-        found, exact = model(x), twin(x.double())
-    assert distance(found.detach().double(), exact.detach()) < 0.05
+        actual, exact = model(x), twin(x.double())
+    assert distance(actual.detach().double(), exact.detach()) < 0.05
     if training:
-        found.float().square().mean().backward()
+        actual.float().square().mean().backward()
         exact.square().mean().backward()
         pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters())]
-        found, exact = (torch.cat([pair[i].double().flatten() for pair in pairs]) for i in (0, 1))
-        assert distance(found, exact) < 0.1
+        actual, exact = (torch.cat([pair[i].double().flatten() for pair in pairs]) for i in (0, 1))
+        assert distance(actual, exact) < 0.1
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
@@ -342,7 +342,7 @@ class Noting(nn.Linear):
 
 
 def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
-    """torch has one kernel for the whole layer, which would not call its parts."""
+    """torch has one kernel for the whole layer, which would not call the layer's parts."""
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     model[0].linear1 = Noting(8, 16)
     initialized(model, level, keep_fp32="0.linear1")
@@ -469,20 +469,20 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
 
     compiled = torch.compile(model, fullgraph=True, backend=note)
     x = torch.randn(6, 12)
-    eager, found = model(x), compiled(x)
-    # What other outputs are made of stays as it is; a trace cannot tell, and casts it.
-    assert [y.dtype for y in found][1:] == [y.dtype for y in eager][1:] and len(graphs) == 1
-    assert torch.equal(found[0].float(), eager[0].float())
-    given, kept, _ = found
+    eager, outputs = model(x), compiled(x)
+    # Inputs of other outputs stay as they are; a trace cannot tell, and casts them.
+    assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:] and len(graphs) == 1
+    assert torch.equal(outputs[0].float(), eager[0].float())
+    given, kept, _ = outputs
     assert is_float32s(kept, exact(given.double()))
-    sum(y.float().sum() for y in found).backward()
+    sum(y.float().sum() for y in outputs).backward()
     compiled(x)
     assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
 def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
-    """torch's kernel writes to them, and takes no lower precision."""
+    """torch's kernel writes to the ranges, and takes no lower precision."""
     quantization = pytest.importorskip("torch.ao.quantization")
     model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 3), nn.ReLU(), quantization.DeQuantStub()).train()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
@@ -490,14 +490,14 @@ def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
     twin = copy.deepcopy(model)
     ampkit.initialize(model, opt_level=level, verbosity=0, loss_scale=1.0)
     x = torch.linspace(-1, 2, 32).view(8, 4)
-    found, wanted = model(x), twin(x)
-    found.float().sum().backward()
+    output, wanted = model(x), twin(x)
+    output.float().sum().backward()
     wanted.sum().backward()
     # Seven bits from -1 to 2. O3 stores buffers in lower precision.
     scale, places = model[0].activation_post_process.scale.float(), 2**-8 if level == "O3" else 1e-6
     torch.testing.assert_close(scale, torch.tensor([3 / 127]), rtol=places, atol=0)
     step = model[1].activation_post_process.scale.item()
-    torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=1.01 * step)
+    torch.testing.assert_close(output.float(), wanted, rtol=0.01, atol=1.01 * step)
     torch.testing.assert_close(model[1].weight.grad.float(), twin[1].weight.grad, rtol=0.02, atol=0.05)
 
 

@@ -1,4 +1,4 @@
-"""What a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
+"""Tensors that a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
 
 torch's layers refuse such a mixture; here their calls are cast. Results are compared with the same module in float64.
 """
@@ -22,7 +22,7 @@ def sine(*shape):
 
 
 class Net(nn.Module):
-    """Gives a layer what it has made itself, in the precision of ``made_in``."""
+    """A model that gives a layer a tensor of its own making, in the precision of ``made_in``."""
 
     def __init__(self, layer, call):
         super().__init__()
@@ -66,11 +66,11 @@ def test_layer_takes_what_the_model_made_in_float32(kind, level):
     wanted.square().sum().backward()
     settings = {} if level == "O5" else {"cast_model_type": LOW}
     model = ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
-    found = model()
-    found.square().sum().backward()
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
-    found, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    actual = model()
+    actual.square().sum().backward()
+    assert (actual - wanted).norm() < 0.02 * wanted.norm()
+    actual, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
+    assert (actual - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", ["linear", "GRU cell", "weight norm"])
@@ -125,7 +125,7 @@ def test_layer_in_a_region_without_casts_computes_with_the_float32_value_of_its_
 
 
 def test_functional_call_with_float32_weights_casts_as_the_model_does():
-    """``state_dict()`` is float32 at O2; an average of it may be called so."""
+    """``state_dict()`` is float32 at O2; functional_call may take an average of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     model = ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
@@ -140,7 +140,7 @@ def test_functional_call_with_float32_weights_casts_as_the_model_does():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
-    """One step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
+    """Take a step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
     model, rate = nn.Linear(3, 2, bias=False), 0.1
     settings = {} if level == "O5" else {"cast_model_type": LOW}
     ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
@@ -163,7 +163,7 @@ def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
 
 
 def test_what_functional_call_lends_is_given_back():
-    """Its graph holds the activations of a whole forward."""
+    """The graph of lent weights holds the activations of a whole forward."""
     model = ampkit.initialize(nn.Linear(3, 2), opt_level="O2", verbosity=0, cast_model_type=LOW)
     lent = model.weight * 2
     gone = weakref.ref(lent)

@@ -35,7 +35,7 @@ def classes(count):
     return torch.arange(8) % count
 
 
-# Each loss module of torch.nn, and what it is called with, made of a layer's output.
+# Each loss module of torch.nn, and its arguments, made of a layer's output.
 MODULES = {
     "BCELoss": lambda x: (x.sigmoid(), drawn(1, 8, 4).sigmoid()),
     "BCEWithLogitsLoss": lambda x: (x, drawn(1, 8, 4).sigmoid()),
@@ -62,7 +62,7 @@ MODULES = {
 
 
 def test_no_loss_of_torch_is_left_out():
-    # Those with weights of their own are cast like any module; the second one, of torch 2.15, is made of two functions of F.
+    # Losses with weights of their own are cast like any module; the second one, of torch 2.15, is made of two functions of F.
     others = {"NLLLoss2d", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"}
     assert set(MODULES) == {name for name in dir(nn) if name.endswith("Loss")} - others
     in_float32 = {
@@ -81,12 +81,12 @@ def test_no_loss_of_torch_is_left_out():
 def test_loss_is_float32_inside_and_out(level, name):
     arguments, loss = MODULES[name], getattr(nn, name)()
     x, twin = drawn(0, 8, 4).requires_grad_(), drawn(0, 8, 4).requires_grad_()
-    given = arguments(x)  # in lower precision, as torch computes them
-    assert LOW in {one.dtype for one in given if isinstance(one, torch.Tensor)}
+    inputs = arguments(x)  # in lower precision, as torch computes them
+    assert LOW in {one.dtype for one in inputs if isinstance(one, torch.Tensor)}
     expected = loss(*(y.float() if isinstance(y, torch.Tensor) and y.dtype is LOW else y for y in arguments(twin)))
     expected.backward()
     model = cast_model(level)
-    found = loss(*given)
+    found = loss(*inputs)
     found.backward()
     assert found.dtype is torch.float32 and torch.equal(found, expected)
     assert x.grad.dtype is LOW and torch.equal(x.grad, twin.grad)
@@ -94,7 +94,7 @@ def test_loss_is_float32_inside_and_out(level, name):
 
 
 class WithLoss(nn.Module):
-    """As in transformers: a model that is given its labels, and returns its loss."""
+    """A model that takes its labels and returns its loss, as in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def batch():
 
 
 def expected_of(outputs, labels):
-    """The losses in float64, of the logits that were computed."""
+    """Return the losses in float64, of the logits that were computed."""
     logits = outputs["logits"].double()
     return F.cross_entropy(logits, labels), (logits - 1).square().mean()
 
@@ -180,7 +180,7 @@ def test_losses_are_cast_until_the_last_session_ends(levels, first_to_close):
 @pytest.mark.parametrize("levels", [("O2", "O1"), ("O1", "O2"), ("O2", "O5")], ids=str)
 def test_sessions_of_all_levels_share_one_policy(levels):
     policy = {"torch.nn.functional.mse_loss": "native"}
-    one = ampkit.initialize(nn.Linear(2, 2), opt_level=levels[0], verbosity=0)
+    first = ampkit.initialize(nn.Linear(2, 2), opt_level=levels[0], verbosity=0)
     other = nn.Linear(2, 2)
     with pytest.raises(ampkit.ConfigurationError, match=r"policy=.*a live session patches.*Use the same value"):
         ampkit.initialize(other, opt_level=levels[1], verbosity=0, policy=policy)
@@ -189,7 +189,7 @@ def test_sessions_of_all_levels_share_one_policy(levels):
     other = ampkit.initialize(other, opt_level=levels[1], verbosity=0, policy=policy)
     x = drawn(0, 8, 4)
     assert F.mse_loss(x, x + 1).dtype is LOW
-    del one, other
+    del first, other
 
 
 class Probabilities(nn.Linear):

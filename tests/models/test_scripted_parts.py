@@ -45,7 +45,7 @@ def test_model_with_a_scripted_part_trains_as_under_autocast(part, level):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         if way not in ("float32", "autocast"):
             ampkit.initialize(model, optimizer, opt_level=way, verbosity=0, **in_bfloat16(way))
-        found = []
+        values = []
         for _ in range(10):
             x = torch.randn(16, 4)
             with torch.autocast("cpu", enabled=way == "autocast"):
@@ -58,10 +58,10 @@ def test_model_with_a_scripted_part_trains_as_under_autocast(part, level):
             ):
                 scaled.backward()
             optimizer.step()
-            found.append(loss.item())
+            values.append(loss.item())
         assert {tensor.dtype for tensor in model.neck[1].state_dict().values()} <= {torch.float32, torch.int64}
         ampkit.close()
-        return torch.tensor(found)
+        return torch.tensor(values)
 
     exact = losses("float32")
     distance = (losses("autocast") - exact).abs().mean()

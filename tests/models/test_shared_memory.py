@@ -1,4 +1,4 @@
-"""Two parameters over the same memory: one weight in float32, and refused where another dtype would make two of it."""
+"""Two parameters over the same memory: one weight in float32, and refused where another dtype would split it in two."""
 
 import logging
 
@@ -97,15 +97,15 @@ def losses(level, tie):
         ampkit.close()
     else:
         ampkit.initialize(model, optimizer, **at(level, verbosity=0))
-    found = []
+    values = []
     for _ in range(12):
         with torch.autocast("cpu", torch.bfloat16, enabled=level == "autocast"):
             output = model(X)
-        found.append(F.mse_loss(output.float(), X))
+        values.append(F.mse_loss(output.float(), X))
         optimizer.zero_grad()
-        found[-1].backward() if level in ("float32", "autocast") else backward(found[-1], optimizer)
+        values[-1].backward() if level in ("float32", "autocast") else backward(values[-1], optimizer)
         optimizer.step()
-    return torch.stack(found).detach().double()
+    return torch.stack(values).detach().double()
 
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])

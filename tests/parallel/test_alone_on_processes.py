@@ -54,7 +54,7 @@ def whole(model, optimizer):
 
 
 def checkpointed(way, rank, count, folder):
-    """Three steps, a checkpoint, and three more: the float32 values then and now."""
+    """Take three steps, a checkpoint, and three steps more; return the float32 values then and now."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -83,25 +83,25 @@ def resumed(way, rank, count, folder):
 
 def work(rank):
     folder, count = Path(sys.argv[1]), dist.get_world_size()
-    checkpoints, found = folder.parent / "checkpoints", {}
+    checkpoints, results = folder.parent / "checkpoints", {}
     if count == 2 and not checkpoints.exists():
         for wrapper in ("ddp", "fsdp2"):
             model, called, optimizer = prepared("float32", wrapper)
             take_steps(called, optimizer, range(STEPS), rank, count)
-            found[wrapper] = {"values": whole(model, optimizer), "skipped": optimizer.skipped_steps}
+            results[wrapper] = {"values": whole(model, optimizer), "skipped": optimizer.skipped_steps}
         dist.barrier()
-        return {**found, **{way: checkpointed(way, rank, count, checkpoints) for way in WAYS}}
+        return {**results, **{way: checkpointed(way, rank, count, checkpoints) for way in WAYS}}
     return {way: resumed(way, rank, count, checkpoints) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    found = {}
+    results = {}
     for name, count in (("two", 2), ("again", 2), ("one", 1)):
         (folder / name).mkdir()
-        found[name] = results_of_ranks(__file__, folder / name, count)
-    return found
+        results[name] = results_of_ranks(__file__, folder / name, count)
+    return results
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
@@ -120,11 +120,11 @@ def test_two_ranks_learn_what_one_does_and_skip_together(runs, wrapper):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_on_another_number_of_processes(runs, way):
     straight = runs["two"][0][way]
-    again, one = runs["again"][0][way], runs["one"][0][way]
+    again, single = runs["again"][0][way], runs["one"][0][way]
     for name, value in straight["then"].items():
-        assert torch.equal(again["then"][name], value) and torch.equal(one["then"][name], value)
+        assert torch.equal(again["then"][name], value) and torch.equal(single["then"][name], value)
         assert torch.equal(again["now"][name], straight["now"][name])
-        moved, expected = one["now"][name] - value, straight["now"][name] - value
+        moved, expected = single["now"][name] - value, straight["now"][name] - value
         assert (moved - expected).norm() <= 0.15 * expected.norm()
 
 

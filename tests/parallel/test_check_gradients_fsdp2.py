@@ -1,4 +1,4 @@
-"""``check_gradients`` under FSDP2, on two gloo processes: what is not finite in the shard of one process skips the step on both."""
+"""``check_gradients`` under FSDP2, on two gloo processes: non-finite values in the shard of one process skip the step on both."""
 
 import math
 
@@ -33,20 +33,20 @@ def net():
 
 
 def shards(model, optimizer):
-    """Copies of the weights and of what the optimizer keeps, as far as they lie on this process."""
+    """Copies of the weights and of the optimizer's state, as far as they lie on this process."""
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [local(x).detach().clone() for x in (*model.parameters(), *states)]
 
 
 def trained(rank, level, name, spoiled_rank, value, block):
-    """Of each step: whether it was skipped, whether anything here moved, and how many collectives agreed on that."""
+    """Return of each step whether it was skipped, whether anything here moved, and how many collectives agreed on that."""
     model = net()
     fully_shard(model[0], opt_level=level)
     fully_shard(model, opt_level=level)
     optimizer = OPTIMIZERS[name](model.parameters())
     settings = {"opt_level": level, "check_gradients": True, "verbosity": 0}
     model, optimizer = ampkit.initialize(model, optimizer, **settings)
-    calls, all_reduce, found = [], dist.all_reduce, []
+    calls, all_reduce, steps = [], dist.all_reduce, []
     dist.all_reduce = lambda *args, **kwargs: calls.append(None) or all_reduce(*args, **kwargs)
     try:
         for step in range(STEPS):
@@ -67,12 +67,12 @@ def trained(rank, level, name, spoiled_rank, value, block):
             skipped = ampkit.step_was_skipped(optimizer)
             after = shards(model, optimizer)
             moved = len(before) != len(after) or not all(map(torch.equal, before, after))
-            found.append((skipped, moved, count))
+            steps.append((skipped, moved, count))
     finally:
         dist.all_reduce = all_reduce
     values = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
     ampkit.close()
-    return {"steps": found, "finite": all(bool(value.isfinite().all()) for value in values.values())}
+    return {"steps": steps, "finite": all(bool(value.isfinite().all()) for value in values.values())}
 
 
 def test_what_is_not_finite_in_one_shard_skips_on_both_ranks_for_one_collective_a_step(tmp_path):

@@ -40,7 +40,7 @@ def initialized(case):
 
 
 def accumulate(ddp, optimizer, rank, case, spoil=None):
-    """All micro-batches of one step; ``spoil`` is the (rank, micro-batch) whose loss is infinite."""
+    """Run all micro-batches of one step; ``spoil`` is the (rank, micro-batch) whose loss is infinite."""
     _, delayed, no_sync, _, _, _ = CASES[case]
     for index, (x, y) in enumerate(data(rank)):
         last = index == MICRO_BATCHES - 1
@@ -117,7 +117,7 @@ def test_overflow_on_one_rank_skips_on_both_and_keeps_their_scales_equal(results
 
 
 def test_a_rank_that_accumulates_alone_would_be_noticed():
-    """The tolerance above tells the joined batch from one rank's own: the comparison can fail."""
+    """The tolerance above tells the joined batch from the batch of one rank: the comparison can fail."""
     twin = copy.deepcopy(net_with_norm()).double()
     for x, y in data(0):
         F.mse_loss(twin(x.double()), y.double()).backward()

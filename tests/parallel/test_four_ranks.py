@@ -39,7 +39,7 @@ SAVED = {"O1": ("O1", "AdamW"), "O5": ("O5", "AdamW"), "O5, moments in 8 bits": 
 
 
 def data(step, part, rank, count):
-    """One micro-batch: the rows of a rank, the same all together for any number of ranks."""
+    """The rows of a rank in a micro-batch; all ranks together have the same rows, whatever their number."""
     drawn = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(MICRO_BATCHES * step + part))
     mine = drawn.chunk(count)[rank]
     return mine[:, :6], mine[:, 6:]
@@ -63,7 +63,7 @@ def prepared(wrapper, level, name, **settings):
 
 
 def take_steps(wrapper, called, optimizer, steps, rank, count, spoiled=None):
-    """Steps of micro-batches whose gradients are averaged at last, clipped; the last rank spoils one. Who skipped, and norms."""
+    """Take steps of micro-batches, averaged at last and clipped; the last rank spoils one. Returns skipped steps, and norms."""
     skipped, norms = [], []
     for step in steps:
         optimizer.zero_grad()
@@ -93,7 +93,7 @@ def trained(case, rank=0, count=1):
 
 
 def saved(rank, count, case, folder):
-    """Two steps, a checkpoint, and two more steps: the weights then and now."""
+    """Take two steps, a checkpoint, and two steps more; return the weights then and now."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -110,7 +110,7 @@ def saved(rank, count, case, folder):
 
 
 def resumed(rank, count, case, folder):
-    """What `saved` has written, loaded by other processes, which take the same two more steps; a single one has a whole model."""
+    """Load the checkpoint of `saved` in other processes, and take the same two steps more; a single process has a whole model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -185,7 +185,7 @@ def assert_moved_alike(found, expected, tolerance):
 
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_train_as_one_process_on_the_joined_batch(four, case):
-    """With accumulation, clipping, and a step that one rank spoils and all skip. O3's shards are float32, as O2's masters are."""
+    """Accumulate, clip, and skip a step on all ranks that one rank spoils. O3's shards are float32, as O2's masters are."""
     ranks = [rank["cases"][str(case)] for rank in four]
     for other in ranks[1:]:
         assert all(torch.equal(ranks[0]["weights"][name], value) for name, value in other["weights"].items())

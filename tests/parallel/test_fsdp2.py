@@ -66,7 +66,7 @@ def whole(values):
 
 
 def trained(level, make_optimizer, rank=None, clip=None, model=None, **settings):
-    """What a model is after a few steps: sharded on the data of ``rank``, or plain on both ranks' data."""
+    """Return the values of a model after a few steps: sharded on the data of ``rank``, or plain on both ranks' data."""
     model = Net() if model is None else model
     if rank is not None:
         sharded(model, level, **settings)
@@ -110,11 +110,11 @@ def run_case(rank, case):
 
 
 def planted_inf(rank, level, fused):
-    """Rank 1 alone meets an infinite loss: who steps, and at which scale?"""
+    """Plant an infinite gradient on rank 1 alone; return who steps, and at which scale."""
     model = sharded(Net(), level)
     optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    found = []
+    steps = []
     for index, (x, y) in enumerate(data(rank, steps=4)):
         before = whole(model.state_dict())
         optimizer.zero_grad()
@@ -127,9 +127,9 @@ def planted_inf(rank, level, fused):
         optimizer.step()
         after = whole(model.state_dict())
         moved = any(not torch.equal(after[name], before[name]) for name in after)
-        found.append((ampkit.step_was_skipped(optimizer), moved, ampkit.state_dict()["loss_scaler0"]["loss_scale"]))
+        steps.append((ampkit.step_was_skipped(optimizer), moved, ampkit.state_dict()["loss_scaler0"]["loss_scale"]))
     ampkit.close()
-    return found
+    return steps
 
 
 def accumulated(rank, level, fused, sync, delayed):
@@ -237,7 +237,7 @@ def born_in_bfloat16(rank):
 
 
 def written_while_sharded(rank):
-    """At O1: the outputs before and after the sharded weights are written to, where torch counts no write to what is gathered."""
+    """Return outputs at O1 before and after writes to the sharded weights, where torch counts no write to gathered weights."""
     model = sharded(Net(), "O1")
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     x = torch.ones(2, 6)
@@ -259,11 +259,11 @@ def written_while_sharded(rank):
 
 
 def others(rank):
-    """Batch norm, what keep_fp32 names, activation checkpoints and a mesh of two dimensions: do they run, in which dtypes?"""
+    """Run batch norm, what keep_fp32 names, activation checkpoints and a mesh of two dimensions; return dtypes and values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.checkpoint import checkpoint
 
-    found = {}
+    results = {}
     for level in ("O1", "O5"):
         model = sharded(Net(batch_norm=True), level)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -277,7 +277,7 @@ def others(rank):
         x, y = data(rank)[0]
         backward(F.mse_loss(model(x), y), optimizer)
         optimizer.step()
-        found[f"dtypes {level}"] = dtypes
+        results[f"dtypes {level}"] = dtypes
         ampkit.close()
 
     model = Net()
@@ -290,7 +290,7 @@ def others(rank):
         up.register_forward_hook(lambda m, x, y, index=index: dtypes.update({index: str(y.dtype)}))
     backward(model(data(rank)[0][0]).square().mean(), optimizer)
     optimizer.step()
-    found["kept"] = dtypes
+    results["kept"] = dtypes
     ampkit.close()
 
     for level in ("O1", "O5"):
@@ -298,19 +298,19 @@ def others(rank):
         for block in model.blocks:
             plain = block.forward
             block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
-        found[f"checkpoints {level}"] = trained(level, OPTIMIZERS["AdamW"], rank, model=model)
+        results[f"checkpoints {level}"] = trained(level, OPTIMIZERS["AdamW"], rank, model=model)
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
-        found[f"mesh {shape}"] = trained("O5", OPTIMIZERS["FusedAdam"], rank, 0.5, mesh=mesh)
-    return found
+        results[f"mesh {shape}"] = trained("O5", OPTIMIZERS["FusedAdam"], rank, 0.5, mesh=mesh)
+    return results
 
 
 def norms(rank=None):
-    """Gradients are clipped to a norm by ours and by torch's functions: what they return, and what they leave."""
-    found = {}
+    """Clip gradients to a norm by ampkit's and by torch's functions; return the norms that they return and leave."""
+    results = {}
     for norm_type in (1.0, 2.0, math.inf):
-        for ours in (True, False):
-            if norm_type == math.inf and not ours:  # torch takes none of an empty shard
+        for by_ampkit in (True, False):
+            if norm_type == math.inf and not by_ampkit:  # torch takes none of an empty shard
                 continue
             model = Net()
             if rank is not None:
@@ -319,16 +319,16 @@ def norms(rank=None):
             ampkit.initialize(model, optimizer, opt_level="O0", verbosity=0)
             x, y = data(rank)[0]
             backward(F.mse_loss(model(x), y), optimizer)
-            if ours:
+            if by_ampkit:
                 norm = ampkit.clip_grad_norm_(optimizer, 0.1, norm_type)
             else:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
             after = whole({name: param.grad for name, param in model.named_parameters()})
             flat = torch.cat([gradient.flatten() for gradient in after.values()])
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            found[f"{norm_type} {ours}"] = torch.stack([norm.detach(), flat.norm(norm_type)])
+            results[f"{norm_type} {by_ampkit}"] = torch.stack([norm.detach(), flat.norm(norm_type)])
             ampkit.close()
-    return found
+    return results
 
 
 def work(rank):
@@ -503,21 +503,21 @@ def test_no_cast_of_a_gathered_weight_outlives_its_groups_forward(quick):
 
 @pytest.mark.slow
 def test_norms_kept_modules_checkpoints_and_meshes(everything):
-    one, other = everything[0]["others"], everything[1]["others"]
-    assert one["dtypes O5"] == {
+    rank0, rank1 = everything[0]["others"], everything[1]["others"]
+    assert rank0["dtypes O5"] == {
         "first": ("torch.bfloat16", "torch.bfloat16"),
         "norm": ("torch.float32", "torch.float32"),  # after blocks that have multiplied by a float32 buffer
         "head": ("torch.bfloat16", "torch.bfloat16"),
     }
-    assert {weight for weight, _ in one["dtypes O1"].values()} == {"torch.float32"}
-    assert one["dtypes O1"]["first"][1] == one["dtypes O1"]["head"][1] == "torch.bfloat16"
-    assert one["kept"] == {0: "torch.float32", 1: "torch.bfloat16"}
+    assert {weight for weight, _ in rank0["dtypes O1"].values()} == {"torch.float32"}
+    assert rank0["dtypes O1"]["first"][1] == rank0["dtypes O1"]["head"][1] == "torch.bfloat16"
+    assert rank0["kept"] == {0: "torch.float32", 1: "torch.bfloat16"}
     for level in ("O1", "O5"):
-        assert_equal(one[f"checkpoints {level}"], other[f"checkpoints {level}"])
-        assert_moved_alike(one[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]))
+        assert_equal(rank0[f"checkpoints {level}"], rank1[f"checkpoints {level}"])
+        assert_moved_alike(rank0[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]))
     for shape in ((2, 1), (1, 2)):
-        assert_equal(one[f"mesh {shape}"], other[f"mesh {shape}"])
-        assert_moved_alike(one[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5))
+        assert_equal(rank0[f"mesh {shape}"], rank1[f"mesh {shape}"])
+        assert_moved_alike(rank0[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5))
 
 
 @pytest.mark.slow
@@ -531,7 +531,7 @@ def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
 
 @pytest.fixture
 def shards_of_one(group_of_one):
-    """A model in one group of FSDP2, on a process of its own; and that group, its state and its first parameter."""
+    """A model in one group of FSDP2, on this process alone; and that group, its state and its first parameter."""
     model = fully_shard(nn.Linear(6, 3), opt_level="O1")
     state = model._get_fsdp_state()
     group = state._fsdp_param_group

@@ -33,7 +33,7 @@ def data(step):
 
 
 def trained(level, rank=None, compiles=False):
-    """Three steps on the data of a rank, or without one, of both and in a single process."""
+    """Take three steps on the data of a rank, or, without a rank, of both in a single process."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 8))
     for block in model[:2]:

@@ -59,33 +59,33 @@ def train(model, optimizer, steps, called=None, rank=0):
 
 
 def loaded(level, name, saved, options=None):
-    """A new model and optimizer, with what was saved."""
+    """Return a new model and optimizer, with the saved state."""
     model, optimizer = prepared(level, name)
     weights, state = cloned(saved)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
     return model, optimizer
 
 
-def assert_equal_trees(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal_trees(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, dict):
-            assert_equal_trees(found[name], value)
+            assert_equal_trees(actual[name], value)
         elif isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+            assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
         elif name == "param_groups":  # torch makes lists of tuples that it gathers
-            assert str(found[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
+            assert str(actual[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
                 ")", "]"
             )
         else:
-            assert found[name] == value, name
+            assert actual[name] == value, name
 
 
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O2", STORED_BF16, "O5"))
 def test_run_goes_on_bit_for_bit_and_by_way_of_float32(level, name, how):
-    """float32 state by name; into a new run, and into plain float32 and back, from where it goes on as if nothing had been."""
+    """Load float32 state by name into a new run, and into plain float32 and back: the run goes on as if nothing had been."""
     options = OPTIONS[how]
     model, optimizer = prepared(level, name)
     train(model, optimizer, range(3))
@@ -110,7 +110,7 @@ def test_run_goes_on_bit_for_bit_and_by_way_of_float32(level, name, how):
 
 
 class TwoNets(torch.nn.Module):
-    """Whose first layers are one."""
+    """Two nets that share their first layer."""
 
     def __init__(self):
         super().__init__()
@@ -176,9 +176,9 @@ def ddp(level):
 
 
 def work(rank):
-    """Three steps, checkpoints of every kind, two more steps; then each checkpoint in a run of its own, and two more steps."""
+    """Take three steps, checkpoints of every kind, two more steps; then two steps from each checkpoint, in a run of its own."""
     folder = sys.argv[1]
-    of_their_own = dist.new_group()  # else what is saved meanwhile would meet what DDP sends
+    of_their_own = dist.new_group()  # otherwise tensors saved meanwhile would meet DDP's messages
     results = {}
     for level in ("O1", "O2"):
         model, optimizer, called = ddp(level)

@@ -84,7 +84,7 @@ def convolution() -> nn.Module:
 
 
 def images() -> list[torch.Tensor]:
-    """Two of each rank, of different size."""
+    """Two images of each rank, of different size."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(2, 1, 5, 5, generator=generator) * (1 + rank) for rank in range(2)]
 
@@ -106,18 +106,18 @@ def test_syncbn_equals_float64_batch_norm_over_the_joined_batch(results, case):
     expected = run_steps(layer(settings | {"dtype": torch.float64}, plain).double(), joined)
 
     for name, value in expected.items():
-        ours = [ranks[case][name] for ranks in results]
+        parts = [ranks[case][name] for ranks in results]
         if name.startswith(("output", "grad_input", "evaluated")):
-            assert all(part.dtype == dtype for part in ours)
-            assert [len(part) for part in ours] == list(sizes)
-            found = torch.cat(ours)
+            assert all(part.dtype == dtype for part in parts)
+            assert [len(part) for part in parts] == list(sizes)
+            actual = torch.cat(parts)
         elif name.startswith("grad_"):
-            found = ours[0] + ours[1]  # each rank holds its own samples' share, which DDP then averages
+            actual = parts[0] + parts[1]  # each rank holds its own samples' share, which DDP then averages
         else:
-            assert torch.equal(ours[0], ours[1])
-            found = ours[0]
+            assert torch.equal(parts[0], parts[1])
+            actual = parts[0]
         scale = value.double().abs().max().clamp(min=1.0)
-        assert (found.double() - value.double()).abs().max() <= tolerance * scale, name
+        assert (actual.double() - value.double()).abs().max() <= tolerance * scale, name
 
 
 def test_syncbn_when_the_joined_batch_has_one_value_says_so(results):
@@ -145,11 +145,11 @@ def test_convert_shares_tensors_and_leaves_other_norms():
     norm = layer({"momentum": 0.3, "eps": 1e-3}, nn.BatchNorm2d).eval()
     model = nn.Sequential(norm, nn.Sequential(nn.InstanceNorm2d(CHANNELS, affine=True), norm), nn.LayerNorm(4))
     before = copy.copy(dict(model.named_parameters()) | dict(model.named_buffers()))
-    others = model[1][0], model[2]
+    other_norms = model[1][0], model[2]
 
     converted = convert_syncbn_model(model)
 
-    assert converted is model and (model[1][0], model[2]) == others
+    assert converted is model and (model[1][0], model[2]) == other_norms
     assert isinstance(model[0], SyncBatchNorm) and model[0] is model[1][1]
     assert (model[0].momentum, model[0].eps, model[0].training) == (0.3, 1e-3, False)
     after = dict(model.named_parameters()) | dict(model.named_buffers())

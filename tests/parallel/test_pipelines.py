@@ -31,7 +31,7 @@ def data(step):
 
 
 def trained(rank, level, schedule):
-    """Steps of four micro-batches, one of which the last stage spoils in one step."""
+    """Take steps of four micro-batches; the last stage spoils one micro-batch of one step."""
     model = stages()[rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ampkit.initialize(

@@ -45,7 +45,7 @@ def blocks_of(step, how, rank=None):
 
 
 def train(rank, case):
-    """Four steps, of which rank 1 may meet an infinite loss in the second: weights, who skipped, and the scales."""
+    """Take four steps; rank 1 may meet an infinite loss in the second. Returns weights, skipped steps, and the scales."""
     level, fused, how = case
     model = net_with_norm()
     optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
@@ -77,7 +77,7 @@ SENT = [("O0", "none"), ("O1", "none"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "
 
 
 def train_with_hook(rank, level, hook):
-    """Four steps under DDP, of which rank 1 spoils the second: weights, who skipped, and the bytes that each step sent."""
+    """Take four steps under DDP; rank 1 spoils the second. Returns weights, skipped steps, and the bytes that each step sent."""
     model = net_with_norm()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = ampkit.DynamicLossScale(init_scale=2.0**8)  # gradients times 2^16 would not fit into a hook's float16
@@ -121,7 +121,7 @@ def refusal_of_zero(level):
     return "moved" if moved else "stood still"
 
 
-#: Who writes what into gradients after the block, whose finding no longer tells; and over whom the gradients are averaged.
+#: Who writes what into gradients after the block, whose flag is then out of date; and over whom the gradients are averaged.
 TOUCHED = {
     "written on one rank": "all",
     "written on one rank without averaging": "all, not averaged",
@@ -131,14 +131,14 @@ TOUCHED = {
 
 
 def touched(rank, case, level, fused, through_masters):
-    """Three steps. In the second, gradients of rank 1 stop being finite: behind the block, but for the forgotten group's."""
+    """Take three steps. In the second, gradients of rank 1 stop being finite: after the block, except for the forgotten group."""
     group = {"all": dist.group.WORLD, "one": ALONE[rank] if case == "written in a group of one" else None}
     over = TOUCHED[case]
-    given = {} if over is None else {"process_group": group[over.split(",")[0]]}
+    settings = {} if over is None else {"process_group": group[over.split(",")[0]]}
     model = net_with_norm()
     optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, **given)
-    found = []
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, **settings)
+    steps = []
     for step in range(3):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         x, y = (part[rank] for part in data(step))
@@ -153,14 +153,14 @@ def touched(rank, case, level, fused, through_masters):
             dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # which torch counts as no write
         optimizer.step()
         moved = any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        found.append((ampkit.step_was_skipped(optimizer), moved))
+        steps.append((ampkit.step_was_skipped(optimizer), moved))
     finite = all(value.isfinite().all() for value in model.state_dict().values())
     ampkit.close()
-    return {"found": found, "finite": bool(finite)}
+    return {"found": steps, "finite": bool(finite)}
 
 
 def checks_at_steps(rank, by_hand):
-    """How often steps check their gradients, of two: averaged by hand, or under DDP, which averages before the block ends."""
+    """Count the steps, of two, that check gradients: averaged by hand, or under DDP, which averages before the block ends."""
     from ampkit.iteration.gradients import Gradients
 
     taken, original = [], Gradients.check
@@ -190,13 +190,13 @@ def touched_cases():
 
 
 def a_rank_without_gradients(rank):
-    """Two iterations with ``ampkit.GradScaler``; in the first rank 0 overflows and rank 1 has no gradients: skips and scales."""
+    """Return skips and scales of two iterations with GradScaler; in the first, rank 0 overflows and rank 1 has no gradients."""
     model = net_with_norm()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ampkit.initialize(
         model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD
     )
-    scaler, found = ampkit.GradScaler("cpu"), []
+    scaler, steps = ampkit.GradScaler("cpu"), []
     for step in range(2):
         optimizer.zero_grad()
         if (step, rank) != (0, 1):
@@ -205,9 +205,9 @@ def a_rank_without_gradients(rank):
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        found.append((ampkit.step_was_skipped(optimizer), scaler.get_scale()))
+        steps.append((ampkit.step_was_skipped(optimizer), scaler.get_scale()))
     ampkit.close()
-    return found
+    return steps
 
 
 def judged_again():
@@ -245,19 +245,19 @@ def averaged(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_in_float32_and_an_overflow_on_one_skips_on_both(averaged, case):
-    one, other = (rank[str(case)] for rank in averaged)
+    rank0, rank1 = (rank[str(case)] for rank in averaged)
     _, fused, how = case
     skips = how in IN_GROUPS
-    assert one["skipped"] == other["skipped"] == [False, skips, False, False]
-    assert one["scales"] == other["scales"] and one["scales"][1] == one["scales"][0] / (2 if skips else 1)
+    assert rank0["skipped"] == rank1["skipped"] == [False, skips, False, False]
+    assert rank0["scales"] == rank1["scales"] and rank0["scales"][1] == rank0["scales"][0] / (2 if skips else 1)
     steps = (0, 2, 3) if skips else range(4)
-    assert_as_float32([one, other], [blocks_of(step, how) for step in steps], 0.0 if fused else 1e-2)
+    assert_as_float32([rank0, rank1], [blocks_of(step, how) for step in steps], 0.0 if fused else 1e-2)
 
 
 def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
-    """Weights are equal on both ranks, and as in float32 after these steps, each over joined batches."""
-    one, other = (rank["weights"] for rank in ranks)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    """Assert that weights are equal on both ranks, and as in float32 after these steps, each over joined batches."""
+    rank0, rank1 = (rank["weights"] for rank in ranks)
+    assert all(torch.equal(rank0[name], rank1[name]) for name in rank0)
     twin = net_with_norm()
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=weight_decay)
     start = {name: value.clone() for name, value in twin.state_dict().items()}
@@ -266,16 +266,16 @@ def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
         for x, y in blocks:
             F.mse_loss(twin(x), y).backward()
         optimizer.step()
-    found, expected = (
-        torch.cat([(values[name] - start[name]).flatten() for name in start]) for values in (one, twin.state_dict())
+    moved, expected = (
+        torch.cat([(values[name] - start[name]).flatten() for name in start]) for values in (rank0, twin.state_dict())
     )
-    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert (moved - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level, hook", SENT)
 def test_gradients_travel_in_the_precision_of_weights_or_of_the_hook(results, level, hook):
-    """Two layers of 6 * 8 + 8 and 8 * 3 + 3 values; a norm of 16, which is float32 at O2."""
+    """The layers have 6 * 8 + 8 and 8 * 3 + 3 values; a norm has 16, which is float32 at O2."""
     layers, norm = 6 * 8 + 8 + 8 * 3 + 3, 16
     expected = 2 * layers + 4 * norm if level == "O2" else (4 if hook == "none" else 2) * (layers + norm)
     ranks = [rank["hooks"][str((level, hook))] for rank in results]

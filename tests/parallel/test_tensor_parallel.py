@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def parallelized(mesh, sequence):
-    """The net over a mesh; with ``sequence`` each process has norms' inputs for some of the tokens only."""
+    """Return the net over a mesh; with ``sequence`` each process has the norms' inputs of some tokens only."""
     model = Net()
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -80,7 +80,7 @@ def whole(values):
 
 
 def float32(skipped=()):
-    """What one process comes to in float32, clipped, without the steps ``skipped``."""
+    """Train on one process in float32, clipped, without the steps ``skipped``; returns the weights."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def float32(skipped=()):
 
 
 def trained(model, level, place=0, count=1, spoils=False):
-    """Steps, clipped, of which the process that ``spoils`` meets an infinite loss in one: weights, who skipped, the scale."""
+    """Take clipped steps; a process that ``spoils`` meets an infinite loss in one. Returns weights, skipped steps, the scale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scale = 1.0 if level in ("O4", "O5") else "dynamic"
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
@@ -130,20 +130,20 @@ CASES = [
 
 def work(rank):
     plane, line = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))
-    found, place = {}, plane["dp"].get_local_rank()
+    results, place = {}, plane["dp"].get_local_rank()
     for case in CASES:
         level, sequence, spoiled = case
         spoils = spoiled and rank == 3
         if level not in ("O4", "O5"):
-            found[f"plane {case}"] = trained(two_dimensional(level, plane, sequence), level, place, 2, spoils)
+            results[f"plane {case}"] = trained(two_dimensional(level, plane, sequence), level, place, 2, spoils)
         if level != "O2":
-            found[f"line {case}"] = trained(parallelized(line, sequence), level, spoils=spoils)
-    return found
+            results[f"line {case}"] = trained(parallelized(line, sequence), level, spoils=spoils)
+    return results
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process_in_float32(tmp_path):
-    """Exactly at O0, to bfloat16's rounding at others; norms that each rank sees some tokens of, clipping, an inf on one rank."""
+    """O0 is exact, others up to bfloat16's rounding; each rank's norms see some tokens; with clipping, and an inf on one rank."""
     ranks = results_of_ranks(__file__, tmp_path, 4)
     start = Net().state_dict()
     for key in ranks[0]:
@@ -173,7 +173,7 @@ def test_norm_of_a_tensor_in_stripes_is_taken_over_all_that_hold_them(group_of_o
 
 @pytest.mark.parametrize("level", ("O0", "O1"))
 def test_gradients_that_are_parts_of_sums_are_summed_up(group_of_one, level):
-    """Those of norms under SequenceParallel, which ended in an error; accumulated over two blocks, and none after close()."""
+    """Gradients of norms under SequenceParallel, once an error: accumulated over two blocks, and not summed up after close()."""
     model = parallelized(init_device_mesh("cpu", (1,)), sequence=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -203,7 +203,7 @@ def test_casts_of_whole_weights_that_lie_on_several_processes_are_refused(level,
 
 
 def test_norms_under_tensor_parallelism_get_groups_of_their_own(group_of_one):
-    """They are DTensors before they are sharded, which was taken for sharded; initialize() then named this very function."""
+    """Such norms are DTensors before fully_shard, and were taken for sharded: initialize() then told to call fully_shard."""
     model = two_dimensional("O2", init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), sequence=True)
     in_float32 = {one.name for one in gathered(model) if one.dtype is None}
     assert in_float32 == {name for name, _ in Net().named_parameters() if "norm" in name}

@@ -1,4 +1,4 @@
-"""What torch.distributed writes to weights and to master_params: ranks are equal bit for bit after it."""
+"""Writes of torch.distributed to weights and to master_params: ranks are equal bit for bit after them."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def values_of(model):
 
 
 def through_data(param):
-    """As an average over processes is written, in two halves: torch counts neither."""
+    """Average over processes as scripts do, by a sum and a factor: torch counts neither as a write."""
     dist.all_reduce(param.data)
     param.data.mul_(2.0)
 
@@ -119,7 +119,7 @@ def test_a_look_at_a_float32_values_data_keeps_what_was_written_to_the_weight():
 
 
 def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
-    """Its memory has no address to be known by."""
+    """The memory of a sparse tensor has no address to be known by."""
     held = prepared()
     sparse = torch.tensor([1.0, 0.0, 2.0, 0.0]).to_sparse()
     dist.all_reduce(sparse)
@@ -130,21 +130,21 @@ def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
 
 
 def trained(rank, case):
-    """From a start of each rank's own, with DDP; rank 1 has one more batch, which the other's ``join`` sits out."""
+    """Train with DDP, from a start of each rank's own; rank 1 has one more batch, which rank 0 sits out in ``Join``."""
     model, optimizer = prepared(case, seed=rank)
     parallel = DistributedDataParallel(model)
-    found = {"wrapped": values_of(model)}
+    results = {"wrapped": values_of(model)}
     with Join([parallel]):
         for step in range(2 + rank):
             x, y = random_batch(seed=2 * step + rank)
             iterate(lambda x=x, y=y: F.mse_loss(parallel(x), y), optimizer)
-    found["trained"] = values_of(model)
+    results["trained"] = values_of(model)
     ampkit.close()
-    return found
+    return results
 
 
 def stepped_after_a_broadcast(rank, case):
-    """Fifty equal steps after weights were broadcast by hand, before any forward."""
+    """Take fifty equal steps after weights were broadcast by hand, before any forward."""
     model, optimizer = prepared(case, seed=rank)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def reason_to_build(sources: Iterable[Path], libraries: Sequence[Path], package: Path) -> str | None:
-    """What is missing or older than a source; None where nothing is."""
+    """Return which library is missing or older than a source; None where all are built."""
     if package.resolve() != ROOT / "ampkit":
         return f"ampkit is imported from {package}"
     for library in libraries:

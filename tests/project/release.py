@@ -62,12 +62,12 @@ def try_out(file: Path, folder: Path, tests: Path, extension: str) -> None:
 
 
 def tagged(wheel: Path, folder: Path) -> None:
-    """Put the wheel into the folder, tagged with the oldest glibc that it runs with, where auditwheel is here."""
+    """Put the wheel into the folder; where auditwheel is installed, tag it with the oldest glibc that it runs with."""
     if importlib.util.find_spec("auditwheel") is None:
         print(f"auditwheel is not installed: {wheel.name} keeps its tag, which PyPI refuses")
         shutil.copy(wheel, folder)
     else:
-        # torch's libraries are those of the torch that is installed.
+        # torch's libraries come from the installed torch.
         excluded = ["--exclude", "libtorch*", "--exclude", "libc10*"]
         run("-m", "auditwheel", "repair", *excluded, "--wheel-dir", str(folder), str(wheel), cwd=folder)
 

@@ -19,7 +19,7 @@ FEWER = ["float32", "autocast", "O1, fused", "O2, fused", "O5, fused"]
 
 
 def run(script, *arguments):
-    """What a script prints, on the CPU and on one thread."""
+    """Return what a script prints, on the CPU and on one thread."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(FOLDER / script), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -33,11 +33,11 @@ def numbers(line):
 
 def check_accumulation_error():
     printed = run("accumulation_error.py", "--micro-batches", "1", "2")
-    one, two = (numbers(line) for line in printed.splitlines()[-2:])
-    assert (one[0], two[0]) == (1, 2)
-    assert one[1] == one[2] and one[3] == one[4]  # one micro-batch delays nothing
+    first, second = (numbers(line) for line in printed.splitlines()[-2:])
+    assert (first[0], second[0]) == (1, 2)
+    assert first[1] == first[2] and first[3] == first[4]  # one micro-batch delays nothing
     # In percent: weights, activations and gradients each rounded to bfloat16, by up to half of 2**-8 = 0.39%.
-    assert all(0.1 < error < 1.0 for error in (*one[1:], *two[1:]))
+    assert all(0.1 < error < 1.0 for error in (*first[1:], *second[1:]))
 
 
 def check_bench_dispatch():
@@ -212,7 +212,7 @@ def check_peak_memory():
 
 
 def check_flow():
-    """What a reader of an iteration follows does not grow."""
+    """Check that the code that a reader of an iteration follows does not grow."""
     printed = run("flow.py", "--levels", "O1,O2,O5")
     found = {line[:2]: numbers(line[3:]) for line in printed.splitlines()}
     for level, most in {"O1": (148, 25, 96), "O2": (207, 27, 113), "O5": (138, 25, 77)}.items():

@@ -155,7 +155,7 @@ def test_info_says_what_is_loaded_and_why():
 
 
 def build(tmp_path, *arguments, python=(), **environment):
-    """Runs setup.py on a copy of the sources, so that nothing lands in the checkout."""
+    """Run setup.py on a copy of the sources, so that nothing lands in the checkout."""
     for name in ("ampkit", "csrc"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

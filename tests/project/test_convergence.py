@@ -16,7 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/ or benchmarks/convergence/, which is forgotten afterwards."""
+    """Import a module of benchmarks/ or benchmarks/convergence/, which is forgotten afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(BENCHMARKS / "convergence"))
@@ -37,7 +37,7 @@ def task(load):
 
 
 def by_hand(task, autocast):
-    """The losses of the task in torch alone: one loop, as a script has it."""
+    """Return the losses of the task in torch alone: one loop, as a script has it."""
     x, y = task.data()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -90,10 +90,10 @@ def test_products_by_way_of_float32_are_those_of_bfloat16(load):
     a, b, c = (torch.randn(32, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     exact = (a.double() @ b.double()).bfloat16().float()
     with products.ThroughFloat32():
-        found = [a @ b, torch.addmm(c, a, b), torch.bmm(a[None], b[None])[0]]
-    assert all(one.dtype is torch.bfloat16 for one in found)
+        results = [a @ b, torch.addmm(c, a, b), torch.bmm(a[None], b[None])[0]]
+    assert all(one.dtype is torch.bfloat16 for one in results)
     last_bit = exact.abs() * 2.0**-7
-    assert ((found[0].float() - exact).abs() <= last_bit).all()
-    assert torch.equal(found[0], found[2])
+    assert ((results[0].float() - exact).abs() <= last_bit).all()
+    assert torch.equal(results[0], results[2])
     sums = (c.double() + a.double() @ b.double()).bfloat16().float()
-    assert ((found[1].float() - sums).abs() <= sums.abs() * 2.0**-7 + 1e-6).all()
+    assert ((results[1].float() - sums).abs() <= sums.abs() * 2.0**-7 + 1e-6).all()

@@ -71,7 +71,7 @@ def test_what_the_others_need_is_done_each_time_and_stops_the_part_where_it_fail
 
 
 def test_a_step_that_takes_too_long_ends_with_all_that_it_has_started(tmp_path):
-    """A compiler that went on would write into the build that follows."""
+    """A compiler that ran on would write into the build that follows."""
     late = tmp_path / "late"
     status, printed = gpu.run_step(gpu.Step("slow", f"(sleep 1.5; touch {late}) & echo begun; wait", limit=0.5))
     assert status == gpu.TIMED_OUT and printed.startswith("begun\n")

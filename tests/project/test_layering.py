@@ -64,25 +64,25 @@ def imports(source, package):
 
 
 def violations(source, room, package=("ampkit",)):
-    found = []
+    faults = []
     for line, module, name in imports(source, package):
         parts = [*module.split("."), *([name] if name else [])]
         other = parts[1] if parts[0] == "ampkit" and len(parts) > 1 else None
         if other in RANK and other != room and RANK[other] <= RANK[room]:
-            found.append(f"line {line}: {room} imports {other}")
-    return found
+            faults.append(f"line {line}: {room} imports {other}")
+    return faults
 
 
 def imported_modules(source, package, modules):
-    """Those of ``modules`` that ``source`` imports, or imports a name from."""
-    found = set()
+    """Return those of ``modules`` that ``source`` imports, or imports a name from."""
+    imported = set()
     for _, module, name in imports(source, package):
-        found.add(f"{module}.{name}" if f"{module}.{name}" in modules else module)
-    return found & modules
+        imported.add(f"{module}.{name}" if f"{module}.{name}" in modules else module)
+    return imported & modules
 
 
 def circles(graph):
-    """The imports that are part of a circle: from what is imported a way leads back to what imports it."""
+    """Return the imports that are part of a circle: a chain of imports leads back from the imported module to the importing one."""
 
     def reached_from(module):
         reached, waiting = set(), [module]

@@ -1,4 +1,4 @@
-"""What `make lint` asks of the code, but for types, asked by the tests too, where ruff is installed."""
+"""The checks of `make lint`, except for types, run by the tests too, where ruff is installed."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ def test_code_is_clean(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-#: A docstring says what its object is or does, so that its first word is a verb or a noun; a name says what it holds.
+#: A docstring says what its object is or does: its first word is a verb or a noun. A name says what it holds.
 BEGINNINGS = set("What Those It They Some Have One Where How".split())
 PRONOUNS = set("found one own given others what theirs ours mine it they them those some".split())
 

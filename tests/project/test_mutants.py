@@ -28,7 +28,7 @@ def test_each_named_fault_has_its_place_and_changes_it():
 
 
 def test_the_tests_that_should_notice_exist():
-    """`make mutants` itself leaves out slow ones, which are no part of `make test`."""
+    """`make mutants` itself leaves out slow tests, which are no part of `make test`."""
     tests = {name.partition("[")[0].partition("::")[::2] for row in ROWS for name in row["tests"]}
     missing = [f"{file}::{test}" for file, test in sorted(tests) if test and test not in functions_of(file)]
     assert not missing, "\n".join(missing)

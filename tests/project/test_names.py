@@ -1,4 +1,4 @@
-"""What ampkit exports is what it means to export, and what its pages name exists."""
+"""Names: ampkit exports what it means to export, and the names on its pages exist."""
 
 import ast
 import importlib
@@ -109,17 +109,17 @@ def test_errors_can_be_caught_as_one():
 
 
 def test_version_is_the_one_that_is_packed():
-    """It stands in ampkit alone; setuptools reads it there, and ``make wheel`` names its files by it."""
+    """ampkit alone defines the version; setuptools reads it there, and ``make wheel`` puts it in file names."""
     from setuptools.config.pyprojecttoml import read_configuration
 
     assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert ampkit.__version__ == read_configuration(ROOT / "pyproject.toml")["project"]["version"]
 
 
-def found(dotted):
-    """What ``ampkit.a.b`` names; an AttributeError or ImportError where it names nothing."""
+def resolved(dotted):
+    """Return what ``ampkit.a.b`` names; raises AttributeError or ImportError where it names nothing."""
     if dotted.startswith("ampkit.integrations."):
-        return found_in_adapter(*dotted.split(".")[2:])
+        return resolved_in_adapter(*dotted.split(".")[2:])
     value = ampkit
     for index, name in enumerate(names := dotted.split(".")[1:]):
         if isinstance(value, types.ModuleType) and not hasattr(value, name):
@@ -128,8 +128,8 @@ def found(dotted):
     return value
 
 
-def found_in_adapter(module, *name):
-    """Read and not imported, since its framework may be missing."""
+def resolved_in_adapter(module, *name):
+    """Look names up in the source of an adapter, without an import: its framework may be missing."""
     tree = ast.parse((ROOT / "ampkit" / "integrations" / f"{module}.py").read_text())
     if not set(name) <= {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}:
         raise AttributeError(f"{module} has no {name}")
@@ -141,16 +141,16 @@ def test_names_on_the_pages_exist(page):
     names = {name for name in re.findall(r"(?<![\w./-])ampkit(?:\.[A-Za-z_]\w*)+", page.read_text())}
     for name in sorted(names):
         if not name.endswith(".py"):
-            found(name)
+            resolved(name)
 
 
 def test_a_name_that_does_not_exist_is_noticed():
     with pytest.raises(ImportError):
-        found("ampkit.initialise")
+        resolved("ampkit.initialise")
     with pytest.raises(AttributeError):
-        found("ampkit.Policy.nothing")
+        resolved("ampkit.Policy.nothing")
     with pytest.raises(AttributeError):
-        found("ampkit.integrations.lightning.Nothing")
+        resolved("ampkit.integrations.lightning.Nothing")
 
 
 # docs/training.md, Fused optimizers; docs/migrating.md, Apex's neighbours.

@@ -1,4 +1,4 @@
-"""What is built and packed: the sources of each library, and what `pip install .` puts beside other packages."""
+"""Builds and packages: the sources of each library, and what `pip install .` puts beside other packages."""
 
 import os
 import re
@@ -22,7 +22,7 @@ DIST_INFO = f"ampkit-{ampkit.__version__}.dist-info"
 
 @pytest.fixture
 def extensions(monkeypatch):
-    """The libraries that setup.py asks setuptools for, under some values of the switches; nothing is built."""
+    """Return the libraries that setup.py asks setuptools for, under some values of the switches; nothing is built."""
 
     def asked_for(**switches):
         for name in ("AMPKIT_BUILD_EXT", "AMPKIT_CUDA", "CUDA_HOME"):
@@ -41,11 +41,11 @@ def extensions(monkeypatch):
 
 
 def test_each_source_and_header_belongs_to_a_library(extensions):
-    found = extensions(AMPKIT_CUDA="1")
-    assert sorted(found) == ["ampkit._C", "ampkit._casting", "ampkit._cuda"]
-    compiled = [path for extension in found.values() for path in extension.sources]
+    built = extensions(AMPKIT_CUDA="1")
+    assert sorted(built) == ["ampkit._C", "ampkit._casting", "ampkit._cuda"]
+    compiled = [path for extension in built.values() for path in extension.sources]
     # A change to any of them has the library built again.
-    known = {path for extension in found.values() for path in (*extension.sources, *extension.depends)}
+    known = {path for extension in built.values() for path in (*extension.sources, *extension.depends)}
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     included = re.findall(r'#include "(\w+\.cpp)"', (ROOT / "csrc/casting/all.cpp").read_text())
     compiled += [f"csrc/casting/{name}" for name in included]
@@ -87,7 +87,7 @@ def test_make_builds_again_what_is_missing_elsewhere_or_older_than_its_sources(t
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder where `pip install .` puts a copy of the checkout, so that nothing lands in the checkout itself."""
+    """Install a copy of the checkout into a folder with `pip install .`, so that nothing lands in the checkout itself."""
 
     def install(**switches):
         copy, site = tmp_path / "sources", tmp_path / "site"
@@ -111,7 +111,7 @@ def installed(tmp_path):
 
 
 def assert_holds(site, libraries):
-    """The modules of the package and the libraries; no tests, no sources, nothing beside the package."""
+    """Assert that there are the package's modules and the libraries; no tests, no sources, nothing beside the package."""
     assert sorted(path.name for path in site.iterdir()) == ["ampkit", DIST_INFO, "bin"]
     assert [path.name for path in (site / "bin").iterdir()] == ["ampkit"]
     files = {str(path.relative_to(site)) for path in (site / "ampkit").rglob("*") if path.is_file()}
@@ -152,7 +152,7 @@ for level in ("O1", "O2"):
 
 
 def run_elsewhere(site, *arguments, **environment):
-    """What Python prints in another folder, with what was installed in ``site``.
+    """Return what Python prints in another folder, with what was installed in ``site``.
 
     Without the module `site`, and so without .pth files: an editable install would lend its libraries.
     """
@@ -170,7 +170,7 @@ def run_elsewhere(site, *arguments, **environment):
 
 
 def use(site, **environment):
-    """Which implementations a script finds; it trains a step."""
+    """Train a step; return which implementations a script uses."""
     first, *steps = run_elsewhere(site, "-c", USE, str(site), **environment).splitlines()
     # A sum over three samples, and a learning rate of 1.
     assert [(step.split()[0], float(step.split()[1])) for step in steps] == [

@@ -1,4 +1,4 @@
-"""Nothing non-finite gets in: a step with a bad gradient leaves no trace, at every level, and is told."""
+"""Checks of gradients: a step with a non-finite gradient changes nothing, at every level, and is reported."""
 
 import copy
 import math
@@ -57,7 +57,7 @@ def iteration(model, optimizer, bad=1.0, seed=1, clip=None):
 
 
 def everything(model, optimizer):
-    """Weights and their rests, moments and counts; copies. Running statistics are looked at here: a skip keeps them finite."""
+    """Copies of weights and their rests, moments and counts. Running statistics are checked here: a skip keeps them finite."""
     assert all(buffer.isfinite().all() for buffer in model.buffers())
     rests = [slot.master.rest for slot in wrapper_of(optimizer).gradients.stored]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
@@ -169,7 +169,7 @@ def test_of_a_loss_that_is_bad_for_long_that_is_told_and_no_parameter_blamed(lev
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O4", "O5"])
 def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
-    """In a second step, and in a second backward pass."""
+    """Check a second step, and a second backward pass."""
     settings = {"loss_scale": 128.0} if level == "O2" else {}
     model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], level, **settings)
     x, y = batch()
@@ -195,7 +195,7 @@ def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
 @pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
 @pytest.mark.parametrize("level", [STORED_BF16, "O5"])
 def test_a_clip_that_has_measured_inf_skips_the_step(name, level):
-    """Without any NaN, which the gradients of a loss that is inf have beside it."""
+    """A clip may measure inf without any NaN; a loss that is inf leaves NaN beside it."""
     model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
     iteration(model, optimizer)
     before = everything(model, optimizer)
@@ -228,7 +228,7 @@ def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
 
 
 def test_each_loss_counts_its_own_skips():
-    """Of a GAN at loss scale 1: one half learns, the other does not."""
+    """A GAN at loss scale 1: one half learns, the other does not."""
     models = [nn.Linear(6, 3), nn.Linear(6, 3)]
     both = [torch.optim.AdamW(model.parameters()) for model in models]
     models, both = ampkit.initialize(models, both, opt_level="O5", num_losses=2, verbosity=0)
@@ -245,7 +245,7 @@ def test_each_loss_counts_its_own_skips():
     "level, name", [(STORED_BF16, "AdamW"), ("O5", "AdamW"), ("O5", "AdamW, fused"), (STORED_BF16, "FusedAdam")]
 )
 def test_skips_without_blocks_are_told_and_end_the_training(name, level, caplog):
-    """Gradients that the script clears by hand, between steps that were taken and others."""
+    """The script clears gradients by hand, and steps that are taken alternate with others."""
     model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
     x, y = batch()
 

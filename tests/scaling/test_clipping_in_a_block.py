@@ -59,11 +59,11 @@ def test_what_else_measures_or_clips_is_refused_in_a_block_and_right_after_it(us
             use(params)
         assert all(torch.equal(p.grad, grad) for p, grad in zip(params, before))
     exact = [p.grad.float() for p in params]
-    found = use(params)
+    returned = use(params)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in exact]))
     clipped = torch.cat([p.grad.float().flatten() for p in params])
     assert clipped.abs().max() <= 0.1 or torch.linalg.vector_norm(clipped) <= norm
-    assert found is None or found.item() == pytest.approx(norm.item(), rel=1e-2)
+    assert returned is None or returned.item() == pytest.approx(norm.item(), rel=1e-2)
 
 
 def test_it_is_refused_while_gradients_wait_after_a_block():

@@ -37,10 +37,10 @@ MADE_ON_HOST = ("lift_fresh", "lift")
 
 @pytest.fixture
 def host_copies(monkeypatch):
-    """How numbers reach the host: whether those that were sent have arrived, and what is known without waiting, is ours to say.
+    """Control when numbers reach the host: whether copies have arrived, and what is known without waiting.
 
-    On the CPU everything has arrived at once; with ``arrived`` set to False it is a device that is far behind. Which flags the
-    host waits for is noted in ``read``.
+    On the CPU every copy arrives at once; with ``arrived`` set to False the CPU stands for a device that is far behind. ``read``
+    lists the flags that the host waits for.
     """
     copies = types.SimpleNamespace(read=[], arrived=True)
     ready, known, is_set = HostCopy.ready, found_inf.is_known_clean, found_inf.is_set
@@ -54,7 +54,7 @@ def host_copies(monkeypatch):
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises where an operation would make the host wait for values of a device, but for what ``doors`` ask."""
+    """A mode that raises where an operation would make the host wait for values of a device, except for the functions ``doors``."""
 
     def __init__(self, doors):
         super().__init__()
@@ -212,14 +212,14 @@ def test_running_statistics_go_back_without_a_read(make, device, monkeypatch, ho
 
 
 def everything(model, optimizer):
-    """Float32 values, moments and step counts."""
+    """Return float32 values, moments and step counts."""
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     return [*float32_values(model), *(t.detach() for t in state)]
 
 
 @pytest.mark.parametrize("name", [*FUSED, "with dampening"])
 def test_first_step_skipped_leaves_no_trace(name):
-    """The state that a first step makes must be as if it had not been: here against a run without the overflow."""
+    """A skipped first step must leave the state as if it had not been: compared with a run without the overflow."""
     make, results = FUSED.get(name, lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.5)), []
     for factors in ((math.inf, 1.0, 1.0), (1.0, 1.0)):
         # The scale is static: both runs round alike.
@@ -272,7 +272,7 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
     ],
 )
 def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, device, monkeypatch, host_copies):
-    """On the CPU a skip is told of at once, for which nothing has to be waited for."""
+    """On the CPU a skip is reported at once, without a wait."""
     model, optimizer = initialized_on(device, lambda p: make(p, lr=0.01), level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
@@ -303,7 +303,7 @@ def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, devic
 def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     make, cleared_by, level, device, monkeypatch, host_copies
 ):
-    """But for the number that an ordinary optimizer waits for, once in each step that is checked; on the CPU it is known."""
+    """An ordinary optimizer waits for one number alone, in each step that is checked; on the CPU the number is known."""
     model, optimizer = initialized_on(device, make, level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
@@ -322,7 +322,7 @@ def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     assert len(host_copies.read) - read == (3 if waits else 0)
 
 
-# What the host learns
+# Results on the host
 
 
 def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
@@ -400,7 +400,7 @@ def test_a_scale_of_the_moment_stays_what_it_was():
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs only has no fake tensors on CUDA")
 def test_what_asks_the_host_while_a_graph_is_captured_is_told_what_to_do(monkeypatch):
-    """CUDA would say that the operation is not permitted. A fake tensor says that it is on CUDA."""
+    """CUDA's own error says only that the operation is not permitted. A fake tensor stands for one on CUDA."""
     with FakeTensorMode():
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         found = found_inf.FoundInf(torch.zeros((), device="cuda"))
@@ -421,7 +421,7 @@ CAPTURED = {
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_an_iteration_can_be_captured_in_a_graph(name, level):
-    """Replays are iterations, and one whose gradients are not finite is a skip. Without a scale the step looks at them itself."""
+    """Each replay is an iteration, and skips if its gradients are not finite. Without a loss scale the step checks them itself."""
     x, y = batch("cuda")
     model, optimizer = initialized_on("cuda", CAPTURED[name], level)
     (scaler,) = ampkit.current_session().scalers
@@ -544,7 +544,7 @@ def test_an_overflow_on_one_device_skips_on_all():
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_torchs_fused_sgd_begins_its_momentum_after_a_skipped_first_step(level):
-    """Told on the device to skip its first step, torch takes memory as it is for its momentum."""
+    """A fused step that is told on the device to skip leaves momentum uninitialized: torch takes memory as it is."""
     held = [torch.full((64,), 1e30) for _ in range(50)]  # what that memory holds
     del held
     model = nn.Linear(64, 1, bias=False)

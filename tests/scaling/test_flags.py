@@ -1,4 +1,4 @@
-"""What a block has found goes with the gradients that it made: to the step that would use them, and no further."""
+"""Overflow flags go with the gradients that a block made: to the step that would use them, and no further."""
 
 import math
 from functools import partial
@@ -56,7 +56,7 @@ class Two(nn.Module):
 
 
 def made(level, scale, count=1, make=OPTIMIZERS["SGD"], sessions=1):
-    """Models and their optimizers, of one session or of one for each."""
+    """Return models and their optimizers, of one session or of a session each."""
     models = [Two() for _ in range(count)]
     optimizers = [make(model.parameters()) for model in models]
     settings = {"opt_level": level, "loss_scale": scale, "verbosity": 0}
@@ -82,7 +82,7 @@ def go(model, optimizers, slope, **flags):
 
 
 def value(model):
-    """The one number that all weights are."""
+    """Return the number that all weights are equal to."""
     (number,) = {number for p in model.parameters() for number in p.detach().float().unique().tolist()}
     return number
 
@@ -92,7 +92,7 @@ def gradient(model):
     return number
 
 
-# What a script does to gradients between block and step
+# Changes of gradients by a script, between block and step
 
 
 def repair(params):
@@ -285,7 +285,7 @@ def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("bad_task", [None, 0, 1])
 def test_gradients_of_several_tasks_are_combined_as_in_pcgrad(level, scale, named, bad_task):
-    """A block for each task; the gradients of each are kept, and their sum is what is stepped with."""
+    """A block for each task; the gradients of each are kept, and the step uses their sum."""
     model, head, optimizer, of_head = made(level, scale, count=2)
     optimizers = [optimizer, of_head] if named else of_head
     kept = []

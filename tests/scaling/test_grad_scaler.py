@@ -105,7 +105,7 @@ def test_without_a_session_there_is_no_loss_scale():
     ids=("SGD fused", "Adam fused", "SGD fused over rests", "AdamW fused", "SGD"),
 )
 def test_torchs_grad_scaler_left_in_the_script_unscales_for_every_optimizer(make, level):
-    """It hands its scale to fused optimizers, which torch has unscale in the step."""
+    """torch's scaler hands its scale to fused optimizers, which unscale in the step."""
 
     def weights(level):
         torch.manual_seed(0)

@@ -61,12 +61,12 @@ def test_an_overflow_does_not_stay_where_no_optimizer_clears_it():
 def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
     spoiled = {2} if level in ("O1", "O2") else set()
     settings = {"loss_scale": RULE} if spoiled else {}
-    found, expected = [], []
-    for into in (found, expected):
+    by_scaler, expected = [], []
+    for into in (by_scaler, expected):
         model, optimizer = initialize_quietly(net_with_norm(), OPTIMIZERS[optimizer_name], level, **settings)
         scaler = ampkit.GradScaler("cpu")
         for step in range(6):
-            if into is found:
+            if into is by_scaler:
                 frameworks_step(scaler, optimizer, loss_of(model, step, spoiled))
             else:
                 optimizer.zero_grad()
@@ -74,10 +74,10 @@ def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
                 optimizer.step()
             into.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
         ampkit.close()
-    for (weights, skipped, state), (wanted, wanted_skipped, wanted_state) in zip(found, expected, strict=True):
+    for (weights, skipped, state), (wanted, wanted_skipped, wanted_state) in zip(by_scaler, expected, strict=True):
         assert_equal(weights, wanted)
         assert skipped == wanted_skipped and state == wanted_state
-    assert [skipped for _, skipped, _ in found] == [step in spoiled for step in range(6)]
+    assert [skipped for _, skipped, _ in by_scaler] == [step in spoiled for step in range(6)]
 
 
 def test_a_framework_that_patches_step_sees_that_a_skipped_one_was_not_called():

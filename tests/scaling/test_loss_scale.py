@@ -10,11 +10,11 @@ from ampkit.iteration.loss_scale import LossScaler
 
 
 def iterate(scaler, *overflows):
-    """One iteration for each finding; returns the scale after each."""
+    """Run an iteration for each of ``overflows``; returns the scale after each."""
     scales = []
     for overflow in overflows:
-        found = scaler.update(torch.tensor([float(overflow)]))
-        assert found.overflowed is bool(overflow)
+        verdict = scaler.update(torch.tensor([float(overflow)]))
+        assert verdict.overflowed is bool(overflow)
         scales.append(scaler.loss_scale)
     return scales
 
@@ -59,12 +59,12 @@ def test_scale_set_by_hand_above_the_maximum_is_not_lowered_by_growth():
 def test_what_was_found_is_read_late_and_once():
     scaler = LossScaler()
     flag = torch.ones(1)
-    found = scaler.update(flag)
-    assert found.overflowed
+    verdict = scaler.update(flag)
+    assert verdict.overflowed
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
     flag.zero_()
     assert float(scaler.current(flag.device)) == scaler.loss_scale == 32768.0
-    assert found.overflowed and scaler.skips_in_a_row == 1
+    assert verdict.overflowed and scaler.skips_in_a_row == 1
 
 
 def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
@@ -168,7 +168,7 @@ def test_state_dict_round_trip_continues_the_count():
 
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_state_dict_round_trip_keeps_the_patience_of_a_hysteresis(before):
-    """Three overflows in a row lower the scale of 8: those before the checkpoint and those after it count together."""
+    """Three overflows in a row lower the scale of 8: overflows before and after the checkpoint count together."""
     rule = DynamicLossScale(init_scale=8.0, hysteresis=3)
     scaler, resumed = LossScaler(rule), LossScaler(rule)
     iterate(scaler, *[1] * before)

@@ -1,4 +1,4 @@
-"""Mistakes that would ruin a run in silence: each is told once, in words that say what to do, and what is right is not told of."""
+"""Mistakes that would ruin a run in silence: each is reported once, in words that say what to do; correct code is not reported."""
 
 import math
 import threading
@@ -90,7 +90,7 @@ def by_grad_scaler(model, optimizer):
 
 
 def by_grad_scaler_from_a_checkpoint(model, optimizer):
-    """Whose backward pass has another one inside, of a part of the graph that no scaled loss is in."""
+    """Checkpoint a part of the graph that no scaled loss is in: its backward pass runs inside of the scaled one."""
     x, y = random_batch(1)
     grad_scaler = ampkit.GradScaler()
     for _ in range(2):
@@ -121,7 +121,7 @@ def by_hand(model, optimizer):
 
 
 def of_the_input(model, optimizer):
-    """An adversarial example, whose gradients on the weights the script throws away."""
+    """Make an adversarial example, and throw its gradients on the weights away."""
     x, y = random_batch(1)
     x.requires_grad_()
     F.mse_loss(model(x).float(), y).backward()
@@ -130,7 +130,7 @@ def of_the_input(model, optimizer):
 
 
 def in_another_thread(model, optimizer):
-    """A backward pass that runs while the block of this thread makes its gradients."""
+    """Run a backward pass while the block of this thread makes its gradients."""
     in_a_block(model, optimizer)
     other, reached, go_on = nn.Linear(2, 2), threading.Event(), threading.Event()
 
@@ -278,7 +278,7 @@ def headed(level="O1", **settings):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_that_no_optimizer_owns_are_unscaled_too(level):
-    """float32 beside it: two blocks and one with ``delay_unscale``, whose gradients add up."""
+    """Compared with float32: two blocks and one with ``delay_unscale``, whose gradients add up."""
     model, optimizer, twin = headed(level, loss_scale=2.0**10)
     for seed, delays in ((1, False), (2, True), (3, False)):
         backward(loss_of(model, seed), optimizer, delay_unscale=delays)
@@ -292,7 +292,7 @@ def assert_as_in_float32(model, twin):
 
 
 def test_an_overflow_in_them_skips_the_step():
-    """Else clip_grad_norm_(model.parameters()) would make NaN of the others."""
+    """Without the skip clip_grad_norm_(model.parameters()) would make NaN of all other gradients."""
     model, optimizer, _ = headed()
     before = [p.detach().clone() for p in model[1].parameters()]
     with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
@@ -302,7 +302,7 @@ def test_an_overflow_in_them_skips_the_step():
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(p, was) for p, was in zip(model[1].parameters(), before, strict=True))
-    optimizer.zero_grad()  # which leaves those of no optimizer
+    optimizer.zero_grad()  # leaves gradients that belong to no optimizer
     in_a_block(model, optimizer)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
     optimizer.step()
@@ -410,7 +410,7 @@ class ByHand(torch.optim.Optimizer):
             p.sub_(p.grad, alpha=1e-4)
 
 
-#: What a script makes after `initialize`, of its model; and whether its steps are lost where weights are stored.
+#: Things that a script makes of its model after `initialize`; and whether its steps are lost where weights are stored.
 LATER = {
     "the same again": (sgd, True),
     "adaptation at test time": (lambda params: torch.optim.Adam(params, lr=1e-5), True),
@@ -450,7 +450,7 @@ def test_an_optimizer_that_is_given_after_all_is_not_told_of(caplog):
 
 
 class Around(torch.optim.Optimizer):
-    """Steps by another optimizer, which has the same groups."""
+    """An optimizer that steps by another optimizer, which has the same groups."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -462,7 +462,7 @@ class Around(torch.optim.Optimizer):
 
 
 class Both(torch.optim.Optimizer):
-    """Steps by two optimizers, one for each layer."""
+    """An optimizer that steps by two optimizers, one for each layer."""
 
     def __init__(self, params):
         params = list(params)
@@ -512,7 +512,7 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(loss_of_output, is_low
     assert not lines or loss.dtype is torch.bfloat16
 
 
-# What is said of skips
+# Reports of skips
 
 
 def skip(model, optimizer, times, factor=math.inf):
@@ -580,7 +580,7 @@ class Mixed(nn.Module):
 
 
 class Product(nn.Module):
-    """A product in a region without casts."""
+    """A model with a product in a region without casts."""
 
     def forward(self, x):
         with ampkit.disable_casts():

@@ -1,4 +1,4 @@
-"""At O5 the gradient of a large matrix is bfloat16 until a script reads it, and what torch.autocast makes of the same passes."""
+"""At O5 the gradient of a large matrix is bfloat16 until a script reads it; torch.autocast on the same passes is the reference."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 class Net(nn.Module):
-    """Two matrices of 8,192 elements and one of 64, of whose gradients each is a single product in bfloat16."""
+    """A model with two matrices of 8,192 elements and one of 64; the gradient of each is a single product in bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Script:
-    """What a row trains: the model, inputs, and calls of the model, each in a region of its own under torch.autocast."""
+    """The training of a row: the model, inputs, and calls of the model, each in a region of its own under torch.autocast."""
 
     def __init__(self, level):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def in_a_checkpoint(script, use_reentrant):
 
 
 def between(*lines):
-    """These lines between a backward pass and another one."""
+    """Return a script that runs ``lines`` between two backward passes."""
     return lambda script: (once(script, 0), *(line(script) for line in lines), once(script, 1))
 
 
@@ -212,13 +212,13 @@ PASSES = {
 
 @pytest.mark.parametrize("name", PASSES)
 def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_says(name):
-    (passes, dtype), theirs, ours = PASSES[name], Script(None), Script("O5")
-    passes(theirs)
-    passes(ours)
-    assert stored_gradient(ours.weight).dtype is dtype
-    if ours.model.small.weight.grad is not None:
-        assert stored_gradient(ours.model.small.weight).dtype is torch.float32
-    for param, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+    (passes, dtype), by_autocast, by_ampkit = PASSES[name], Script(None), Script("O5")
+    passes(by_autocast)
+    passes(by_ampkit)
+    assert stored_gradient(by_ampkit.weight).dtype is dtype
+    if by_ampkit.model.small.weight.grad is not None:
+        assert stored_gradient(by_ampkit.model.small.weight).dtype is torch.float32
+    for param, exact in zip(by_ampkit.model.parameters(), by_autocast.model.parameters(), strict=True):
         if exact.grad is None:
             assert param.grad is None
         else:
@@ -232,7 +232,7 @@ of_both_sizes = pytest.mark.parametrize("rows", [300, 1100], ids=["whole", "rows
 
 
 class Tied(nn.Module):
-    """A table with its padding in row 3, and a head, which may be the table."""
+    """A model with a table that has its padding in row 3, and a head, which may be the table."""
 
     def __init__(self, tied, rows):
         super().__init__()
@@ -249,10 +249,10 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied, batches, rows):
-    """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one of them."""
+    """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one gradient."""
     words = torch.full((batches, 10, 100), 7)
     words[:, :, 0] = 3
-    found = []
+    tables = []
     for level in (None, "O5"):
         torch.manual_seed(0)
         model = Tied(tied, rows)
@@ -262,15 +262,15 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
             with torch.autocast("cpu", torch.bfloat16) if level is None else contextlib.nullcontext():
                 logits = model(batch).float()
             F.cross_entropy(logits.flatten(0, 1), (batch.flatten() + 1)).backward()
-        found.append(model.table.weight)
-    exact, ours = found
-    assert stored_gradient(ours).dtype is (NARROW if batches == 1 else WIDE)
-    error = (ours.grad - exact.grad).abs()
+        tables.append(model.table.weight)
+    exact, table = tables
+    assert stored_gradient(table).dtype is (NARROW if batches == 1 else WIDE)
+    error = (table.grad - exact.grad).abs()
     assert (
         error <= (2.0**-7 if tied else 2.0**-8) * exact.grad.abs() + 1e-9
     ).all()  # one rounding; tied, the head's and one more
     if not tied:
-        assert torch.equal(ours.grad[3], torch.zeros(64))
+        assert torch.equal(table.grad[3], torch.zeros(64))
 
 
 @of_both_sizes
@@ -372,7 +372,7 @@ def test_an_optimizer_that_was_not_initialized_steps_over_float32_gradients():
 
 
 def test_threads_may_read_a_gradient_at_once():
-    """With the graph gone torch has no lock for a weight: one reader must not replace the gradient that another one reads."""
+    """With the graph gone torch has no lock for a weight: a reader must not replace the gradient that another reader uses."""
     script, readers = Script("O5"), 4
     params = list(script.model.parameters())
     barrier, rounds, interval = threading.Barrier(readers + 1), 200, sys.getswitchinterval()
@@ -404,7 +404,7 @@ def test_threads_may_read_a_gradient_at_once():
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype):
-    """1.5 is exact in all of them; at O2 a weight in lower precision may have a float32 gradient."""
+    """1.5 is exact in every dtype; at O2 a weight in lower precision may have a float32 gradient."""
     model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=1.0), level)
     weight = model.first.weight
     before = model.state_dict()["first.weight"].clone()
@@ -469,7 +469,7 @@ def test_at_a_loss_scale_gradients_are_float32():
 
 
 def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
-    """All but those of the table of positions, which is sliced and added: 64 * 64 of some 200,000."""
+    """Only the table of positions, which is sliced and added, has wide gradients: 64 * 64 elements of some 200,000."""
 
     class Gpt(nn.Module):
         def __init__(self):
@@ -499,7 +499,7 @@ def added_by_hand(params, gradients):
         p.grad = g if p.grad is None else p.grad + g
 
 
-# way: (write, whether zero_grad comes before each block, whether it is told, how often the gradient counts in three blocks)
+# way: (write, whether zero_grad comes before each block, whether it is reported, times that the gradient counts in three blocks)
 WRITES = {
     "assigned": (assigned, False, True, 3),
     "added by hand": (added_by_hand, False, True, 3),

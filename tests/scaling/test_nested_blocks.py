@@ -11,7 +11,7 @@ X = torch.ones(1, 4)
 
 
 def two_of_each(levels):
-    """Two models without a bias and their optimizers: of one session, or of two where the levels differ."""
+    """Return two models without a bias and their optimizers: of one session, or of two where the levels differ."""
     models = [nn.Linear(4, 2, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     if levels[0] == levels[1]:
@@ -44,7 +44,7 @@ def test_a_block_inside_another_of_its_session_is_refused_and_leaves_everything_
 
 @pytest.mark.parametrize("levels", [("O0", "O0"), ("O5", "O5"), ("O1", "O2"), ("O2", "O1"), ("O0", "O5"), ("O5", "O1")])
 def test_blocks_that_share_nothing_may_be_inside_one_another(levels):
-    """Of two sessions, or at loss scale 1, where a block holds nothing."""
+    """Blocks of two sessions, or at loss scale 1, where a block holds nothing."""
     models, optimizers = two_of_each(levels)
     with ampkit.scale_loss(3 * models[0](X).sum(), optimizers[0]) as outer:
         backward(5 * models[1](X).sum(), optimizers[1])

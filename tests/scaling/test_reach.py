@@ -16,7 +16,7 @@ X = torch.tensor([[1.0, 0.5, -1.0, 2.0], [0.5, -0.25, 1.0, 1.0]])
 
 
 class InFloat32:
-    """The same script without ampkit."""
+    """A stand-in for ampkit that runs the same script in float32."""
 
     def initialize(self, models, optimizers):
         pass
@@ -33,7 +33,7 @@ PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
 
 
 class WithAmpkit(InFloat32):
-    """In float16, which rounds less than what levels take on the CPU by default."""
+    """The script in float16, which rounds less than what levels take on the CPU by default."""
 
     def __init__(self, level, loss_scale):
         self.settings = dict(opt_level=level, loss_scale=loss_scale, verbosity=0)
@@ -64,7 +64,7 @@ def sgd(model):
 
 
 def session(amp, seed, outputs=4):
-    """A model and its optimizer, by a call of initialize of their own."""
+    """Return a model and its optimizer, by a call of initialize of their own."""
     model = net(seed, outputs)
     optimizer = sgd(model)
     amp.initialize(model, optimizer)
@@ -99,7 +99,7 @@ SCRIPTS = []
 
 
 def script(function):
-    """Run without ampkit and with it; what it returns, tensors, is compared."""
+    """Register a script: it runs without ampkit and with it, and the tensors that it returns are compared."""
     SCRIPTS.append(function)
     return function
 
@@ -110,7 +110,7 @@ def script(function):
 
 
 class Reversible(torch.autograd.Function):
-    """x + f(x), which keeps nothing: its backward pass computes f(x) again, and goes backward through it by itself."""
+    """The function x + f(x), which saves no activations: its backward pass computes f(x) again, and goes backward through it."""
 
     @staticmethod
     def forward(ctx, x, f):
@@ -174,7 +174,7 @@ def generator_through_the_critic_of_another_session(amp):
 
 @script
 def generator_that_adds_to_the_critics_gradients(amp):
-    """Without zero_grad, and the critic steps by the sum."""
+    """Leave out zero_grad: the critic steps by the sum."""
     (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
     for _ in range(2):
         amp.backward(loss_of(d(X) - 1.0), of_d)
@@ -249,9 +249,9 @@ def block_of_another_session_around_a_whole_iteration(amp):
 
 @script
 def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
-    a, b, own = net(1), net(2), net(3)
+    a, b, last = net(1), net(2), net(3)
     b.weight = a.weight
-    head = nn.Sequential(b, own)
+    head = nn.Sequential(b, last)
     of_a, of_head = sgd(a), sgd(head)
     amp.initialize([a, head], [of_a, of_head])
     for _ in range(2):
@@ -259,10 +259,10 @@ def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
         of_head.zero_grad()
         amp.backward(loss_of(head(X)), of_head)
         amp.backward(loss_of(a(X)), of_a)
-        result = grads(a, own)
+        result = grads(a, last)
         of_a.step()
         of_head.step()
-    return result + weights(a, own)
+    return result + weights(a, last)
 
 
 @script
@@ -282,11 +282,11 @@ def critic_frozen_while_the_generator_trains(amp):
     return result + weights(g, d)
 
 
-# Passes that reach what no optimizer of ours updates
+# Passes that reach parameters without an optimizer of ampkit
 
 
 class WeightsOfLosses(nn.Module):
-    """Of Kendall, Gal and Cipolla: a weight for each of two losses, which is trained too."""
+    """The loss weights of Kendall, Gal and Cipolla: a weight for each of two losses, which is trained too."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ def weights_of_losses_that_wait_for_the_step(amp):
 
 @script
 def adversarial_delta_that_is_kept(amp):
-    """Free adversarial training: the delta lives on, and its gradient is cleared in place."""
+    """Train adversarially "for free": the delta lives on, and its gradient is cleared in place."""
     (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
     for _ in range(3):
         of_a.zero_grad()
@@ -359,7 +359,7 @@ def adversarial_delta_that_is_kept(amp):
 
 @script
 def gradients_of_inputs_alone(amp):
-    """``inputs=`` of what no optimizer updates."""
+    """Pass ``inputs=`` that no optimizer updates."""
     (a, of_a), x = session(amp, 1), X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as scaled:
         scaled.backward(inputs=[x])
@@ -409,7 +409,7 @@ def function_in_python_beside_a_parameter_without_optimizer(amp):
     for index in range(3):
         optimizer.zero_grad()
         amp.backward(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer)
-        result = grads(model)  # those of the first layer add up
+        result = grads(model)  # gradients of the first layer add up
         optimizer.step()
     return result + weights(model[1])
 
@@ -442,7 +442,7 @@ def loss_weight_reached_by_blocks_of_two_sessions(amp):
     return [copied(weight.grad)] + weights(a, b)
 
 
-# What waits at a scale, delay_unscale=True
+# Gradients that wait at a scale, delay_unscale=True
 
 
 @script
@@ -501,7 +501,7 @@ def function_in_python_over_retained_features(amp):
 
 @script
 def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
-    """Their first layers have no optimizer, and yet get gradients."""
+    """Train models whose first layers have no optimizer, and yet get gradients."""
     models, optimizers = [], []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -632,7 +632,7 @@ BESIDE = [
 
 
 def beside(amp, goes_backward):
-    """The scaled loss reaches the first two sessions, and the other loss the third."""
+    """Go backward from the scaled loss, which reaches the first two sessions, and from the other loss, which reaches the third."""
     (a, of_a), (b, of_b), (c, _) = session(amp, 1), session(amp, 2), session(amp, 3)
     with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
         goes_backward(amp, scaled, loss_of(c(X)))
@@ -643,12 +643,12 @@ def beside(amp, goes_backward):
 
 
 def script_of_threads(function):
-    """Whose threads compute at once; emulated kernels run one after another."""
+    """Register a script whose threads compute at once, but with emulated kernels, which run one after another."""
     return function if cuda_is_emulated() else script(function)
 
 
 def in_threads(*works):
-    """Run these at once, each in a thread of its own, and raise what they raise."""
+    """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
     errors = []
 
     def run(work):
@@ -699,9 +699,9 @@ def block_opened_in_one_thread_and_gone_backward_in_another(amp):
 
 @script_of_threads
 def retained_features_of_two_threads(amp):
-    """Both are within their blocks when both go backward, and leave them one after the other."""
+    """Go backward in two threads, both within their blocks, which end one after the other."""
     sessions = [session(amp, 1), session(amp, 2)]
-    barrier, first_is_out, found = threading.Barrier(2), threading.Event(), [None, None]
+    barrier, first_is_out, gradients = threading.Barrier(2), threading.Event(), [None, None]
 
     def work(index):
         model, optimizer = sessions[index]
@@ -715,15 +715,15 @@ def retained_features_of_two_threads(amp):
                 first_is_out.wait(30)
         first_is_out.set()
         barrier.wait(30)
-        found[index] = copied(features.grad)
+        gradients[index] = copied(features.grad)
 
     in_threads(lambda: work(0), lambda: work(1))
-    return found
+    return gradients
 
 
 @script_of_threads
 def checkpoint_in_one_thread_while_another_trains(amp):
-    """A function in Python in one thread's block takes nothing from what another thread is about to step with."""
+    """Compare: a function in Python in one thread's block takes nothing from what another thread is about to step with."""
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
     inside, ready, stepped = threading.Event(), threading.Event(), threading.Event()
 
@@ -765,7 +765,7 @@ def test_a_script_gets_the_numbers_of_float32(script, level, scale):
 
 @pytest.mark.parametrize("level, scale", AT)
 def test_a_loss_weight_that_waits_at_the_scale_of_another_call_is_refused(level, scale):
-    """One number cannot be at two loss scales."""
+    """A number cannot be at two loss scales."""
     with pytest.raises(ampkit.ConfigurationError, match="waits at the loss scale of another initialize"):
         loss_weight_that_waits_while_another_sessions_block_adds_to_it(WithAmpkit(level, scale))
 
@@ -782,11 +782,11 @@ BESIDE_AT = [
 def test_a_pass_beside_the_scaled_loss_is_right_or_refused(goes_backward, level, scale):
     expected = grads(*beside(InFloat32(), goes_backward)[:3])
     try:
-        found = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
+        actual = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
     except ampkit.ConfigurationError as error:
         assert "did not come from the scaled loss alone" in str(error)
     else:
-        assert_same(found, expected)
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("goes_backward, level, scale", BESIDE_AT)

@@ -1,4 +1,4 @@
-"""Running statistics stay finite: what is not goes back to its last finite value, the rest stays as forwards have made it."""
+"""Running statistics stay finite: non-finite ones go back to their last finite value, others stay as forwards have made them."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from ampkit.parallel import convert_syncbn_model
 
 
 class AddsUp(nn.Module):
-    """A norm of somebody's own, which makes new running statistics instead of writing to the old ones."""
+    """A user's own norm, which makes new running statistics instead of writing to the old ones."""
 
     def __init__(self, width):
         super().__init__()
@@ -34,7 +34,7 @@ class AddsUp(nn.Module):
 
 
 class Net(nn.Sequential):
-    """Every kind of running statistics, without parameters of its own and without a momentum too; one norm is frozen."""
+    """A model with every kind of running statistics, without parameters and without a momentum too; one norm is frozen."""
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ def loss_of(model, x):
 
 
 def train(model, optimizer, data, **flags):
-    """One step for each batch, or for each list of micro-batches."""
+    """Take a step for each batch, or for each list of micro-batches."""
     for batch in data:
         optimizer.zero_grad()
         for x in batch if isinstance(batch, list) else [batch]:
@@ -87,7 +87,7 @@ def train(model, optimizer, data, **flags):
 
 
 def see(plain, loss):
-    """A backward pass of plain torch whose step is left out; then what is not finite is put back by hand."""
+    """Run a backward pass of plain torch without a step; then restore by hand what is not finite."""
     before = buffers_of(plain)
     loss().backward()
     plain.zero_grad()
@@ -122,7 +122,7 @@ def assert_finite(model):
 
 
 def norms_of(buffers):
-    """Those statistics that a bad batch leaves nothing finite in: spectral norm's vectors are about weights."""
+    """The statistics that a bad batch leaves nothing finite in: spectral norm's vectors depend on weights alone."""
     return {name: value for name, value in buffers.items() if name.endswith(("running_mean", "running_var"))}
 
 
@@ -196,7 +196,7 @@ class Adversaries(nn.Module):
 
 
 def initialize_both(pair, optimizers, sessions, **settings):
-    """The generator and the critic, in one session or in one each."""
+    """Initialize the generator and the critic, in one session or in a session each."""
     settings = {"verbosity": 0, **settings}
     if sessions == 1:
         ampkit.initialize([pair.generator, pair.critic], optimizers, **settings)
@@ -207,7 +207,7 @@ def initialize_both(pair, optimizers, sessions, **settings):
 
 @pytest.mark.parametrize("name, sessions", [("FusedSGD", 1), ("SGD", 2), ("fused AdamW", 1), ("RMSprop", 2)])
 def test_generator_and_critic(name, sessions):
-    """The generator runs in the critic's iterations too, and whatever has run has counted the batch."""
+    """The generator runs in the critic's iterations too, and each module that has run has counted the batch."""
     plain, pair = Adversaries(), Adversaries()
     plain_optimizers, optimizers = (
         [OPTIMIZERS[name](model.parameters()) for model in (own.generator, own.critic)] for own in (plain, pair)
@@ -217,19 +217,19 @@ def test_generator_and_critic(name, sessions):
     count = 0
     for factor in (1.0, math.inf, 1.0):
         for spoiled in (False, True, False):
-            for mine, theirs in zip(optimizers, plain_optimizers, strict=True):
+            for active, plain_active in zip(optimizers, plain_optimizers, strict=True):
                 z = torch.randn(5, 4, generator=generator)
                 if spoiled:
                     z[2, 1] = math.nan
                 for optimizer in (*optimizers, *plain_optimizers):
                     optimizer.zero_grad()
-                backward(pair.loss(z) * factor, mine)
-                mine.step()
+                backward(pair.loss(z) * factor, active)
+                active.step()
                 if spoiled or factor == math.inf:
                     see(plain, lambda z=z: plain.loss(z))
                 else:
                     plain.loss(z).backward()
-                    theirs.step()
+                    plain_active.step()
                 count += 1
                 assert_same(buffers_of(pair), buffers_of(plain))
     assert_finite(pair)
@@ -240,7 +240,7 @@ def test_generator_and_critic(name, sessions):
 @pytest.mark.parametrize("sessions", [1, 2])
 @pytest.mark.parametrize("settings", [{"loss_scale": "dynamic"}, {"loss_scale": 1.0, "check_gradients": True}])
 def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, sessions, freezes):
-    """What it leaves there would be NaN for good, and show in eval() alone."""
+    """NaN in the critic's statistics would stay for good, and show in eval() alone."""
     pair = Adversaries()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pair.generator, pair.critic)]
     initialize_both(pair, optimizers, sessions, opt_level="O1", **settings)
@@ -302,7 +302,7 @@ def test_a_forward_in_eval_mode_is_finite_after_a_bad_batch_whose_step_the_scrip
 
 @pytest.mark.parametrize("level, name", [("O4", "FusedSGD"), ("O5", "SGD"), ("O5", "RMSprop")])
 def test_statistics_stay_finite_without_any_block(level, name):
-    """At loss scale 1 scripts may leave `scale_loss` out. RMSprop's gradients are looked at where that is asked for."""
+    """At loss scale 1 scripts may leave `scale_loss` out. RMSprop's gradients are checked on request."""
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS[name], level, check_gradients=True)
     good, bad = batches(2, 1)
     for count in range(1, 4):
@@ -354,7 +354,7 @@ class Checkpointed(nn.Module):
 
 
 def test_a_forward_that_is_computed_again_in_the_backward_pass():
-    """It moves the statistics twice, in plain torch too."""
+    """Such a forward moves the statistics twice, in plain torch too."""
     plain, model = Checkpointed(), Checkpointed()
     train_plainly(plain, OPTIMIZERS["SGD"](plain.parameters()), batches())
     train(*initialize_quietly(model, OPTIMIZERS["SGD"], "O0", loss_scale="dynamic"), batches())
@@ -363,7 +363,7 @@ def test_a_forward_that_is_computed_again_in_the_backward_pass():
 
 
 def test_a_compiled_model():
-    """The graph updates the statistics; they are looked at outside of it, for the first trace as for each later call."""
+    """The graph updates the statistics; they are checked outside of it, for the first trace as for each later call."""
     good = batches(2, None)
     bad = good[0] * math.inf
     data = [bad, good[0], bad, good[1]]
@@ -460,7 +460,7 @@ def test_what_was_written_after_a_forward_stays(write, trial):
 
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_a_norm_that_came_after_initialize(leaves_out):
-    """``leaves_out``: what the last forward has left is not finite when the norm comes."""
+    """With ``leaves_out`` the last forward has left non-finite statistics when the norm comes."""
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale="dynamic")
     good, bad = batches(2, 1)
     train(model, optimizer, [good])
@@ -490,11 +490,11 @@ def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
 
-    bad, others, has_run, may_end = torch.full((6, 3), math.nan), [], threading.Event(), threading.Event()
+    bad, models_beside, has_run, may_end = torch.full((6, 3), math.nan), [], threading.Event(), threading.Event()
 
     def beside():
-        others.append(pair()[0])
-        others[0](bad)  # its own step is the one to put this back
+        models_beside.append(pair()[0])
+        models_beside[0](bad)  # its own step is the one to put this back
         has_run.set()
         may_end.wait(60)
 
@@ -505,7 +505,7 @@ def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
         model, optimizer = pair()
         backward(model(bad).float().mean(), optimizer)
         optimizer.step()
-        assert model[1].running_mean.eq(0).all() and others[0][1].running_mean.isnan().all()
+        assert model[1].running_mean.eq(0).all() and models_beside[0][1].running_mean.isnan().all()
     finally:
         may_end.set()
         thread.join()

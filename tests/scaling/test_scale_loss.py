@@ -38,7 +38,7 @@ def reference_gradients(model, data, weights=None):
 
 
 def with_float32_twin(level, make=lambda p: torch.optim.SGD(p, lr=0.1), **settings):
-    """A copy of the model as it was before, the initialized model, its optimizer."""
+    """Return a copy of the model as it was before, the initialized model, its optimizer."""
     before = net_with_norm()
     return before, *initialize_quietly(net_with_norm(), make, level, **settings)
 
@@ -198,7 +198,7 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_in_the_last_micro_batch_skips_the_step(level, make, layer):
-    """Gradients of the batches before it are there already: what is new is checked as it is added, in every parameter."""
+    """Gradients of earlier batches are there already: each new gradient is checked as it is added, in every parameter."""
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
     before = everything(model, optimizer)  # now: who looks at master_params brings them about
     x, y = batches(1)[0]
@@ -227,7 +227,7 @@ def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(lev
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, torch.optim.RMSprop])
 def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once(make):
-    """The block that it is passed on to is another optimizer's, with finite gradients. RMSprop's step does not look itself."""
+    """The overflow is passed on to another optimizer's block, with finite gradients. RMSprop's step does not check itself."""
     models = [net_with_norm(), net_with_norm()]
     optimizers = [make(model.parameters(), lr=0.1) for model in models]
     ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
@@ -284,12 +284,12 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
         scaled.backward()
         raise KeyError("a script's own mistake")
-    for found, expected, clone in zip(model.parameters(), model_before, copies):
-        assert found.grad is expected
+    for param, expected, clone in zip(model.parameters(), model_before, copies):
+        assert param.grad is expected
         assert expected is None or torch.equal(expected, clone)
-    for found, expected in zip(gradients(optimizer), masters_before):
-        assert (found is None) is (expected is None)
-        assert expected is None or torch.equal(found, expected)
+    for gradient, expected in zip(gradients(optimizer), masters_before):
+        assert (gradient is None) is (expected is None)
+        assert expected is None or torch.equal(gradient, expected)
     assert ampkit.state_dict() == state
     backward(F.mse_loss(model(x), y), optimizer)
     optimizer.step()
@@ -298,7 +298,7 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
 
 @pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {"loss_scale": 128.0})])
 def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly(level, settings):
-    """It would meet gradients at the loss scale, or write to weights without their rests."""
+    """The optimizer would meet gradients at the loss scale, or write to weights without their rests."""
     model = net_with_norm()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     model, optimizer = ampkit.initialize(
@@ -311,7 +311,7 @@ def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongl
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_block_is_held_after_it(fails):
-    """The loss holds the graph, and it the activations of a whole forward pass."""
+    """The loss holds the graph, which holds the activations of a whole forward pass."""
     model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, "O2", loss_scale=128.0)
     with contextlib.suppress(KeyError), ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         gone = weakref.ref(scaled)

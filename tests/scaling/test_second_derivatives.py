@@ -1,4 +1,4 @@
-"""``backward(create_graph=True)`` inside of a block: what is differentiated once more is unscaled too."""
+"""``backward(create_graph=True)`` inside of a block: second derivatives are unscaled too."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_second_derivative_is_unscaled(level, second):
     backward_with_graph(model, optimizer)
     params = list(model.parameters())
     close([p.grad for p in params], grads)
-    # As after a plain backward pass: float32 where weights have float32 values and a loss scale.
+    # The dtypes after a plain backward pass: float32 where weights have float32 values and a loss scale.
     assert {p.grad.dtype for p in params} == {torch.bfloat16 if level == "O2 without a scale" else torch.float32}
     close(second(params), expected)
     optimizer.step()
@@ -115,12 +115,12 @@ def test_overflow_is_found_in_gradients_with_a_graph(level, blocks):
 
 
 def test_cotangent_below_the_smallest_number_of_float16_is_lost():
-    """What docs/limits.md says: 2**-25 is 0 in float16, and 2**-9 / 65536 is that."""
+    """The limit in docs/limits.md: 2**-25 is 0 in float16, and 2**-9 / 65536 is 2**-25."""
     model, optimizer = initialize_quietly(net(), sgd, "O1", **FLOAT16, loss_scale=65536.0)
     backward_with_graph(model, optimizer)
     weight = model[2].weight
-    found = []
+    largest = []
     for size in (2.0**-9, 2.0**-8):
         cotangent = torch.full_like(weight, size)
-        found.append(torch.autograd.grad(weight.grad, model[0].weight, cotangent, retain_graph=True)[0].abs().max())
-    assert found[0] == 0 < found[1]
+        largest.append(torch.autograd.grad(weight.grad, model[0].weight, cotangent, retain_graph=True)[0].abs().max())
+    assert largest[0] == 0 < largest[1]

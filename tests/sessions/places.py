@@ -1,4 +1,4 @@
-"""Where a session begins or ends, each as a process of its own: ``python places.py PLACE ...`` prints the cells that went wrong.
+"""Places where a session begins or ends, each in its own process: ``python places.py PLACE ...`` prints the cells that went wrong.
 
 A cell is a way (begin, close, die) at a level. What torch is, and what a float32 training gives, is noted before ampkit is
 imported, and must be the same, bit for bit, after each cell. `PLACES` are functions that call ``action()`` where they say;
@@ -106,7 +106,7 @@ def forked_child(action):
 
 
 def spawned_child(action):
-    """A session begins in a child, which imports this module anew; it ends there as anywhere."""
+    """Begin a session in a child, which imports this module anew; it ends there as anywhere."""
     child = torch.multiprocessing.get_context("spawn").Process(target=_all_levels_in_a_child)
     child.start()
     child.join()
@@ -122,7 +122,7 @@ def _all_levels_in_a_child():
 
 
 def unpacking(action):
-    """Hooks on saved tensors run amid a backward pass, as offloading's do."""
+    """Run in hooks on saved tensors, amid a backward pass, as offloading does."""
 
     def unpack(saved):
         if todo:
@@ -140,7 +140,7 @@ def reentrant_recomputation(action):
 
 
 def operator_in_python(action):
-    """The dispatcher calls Python for an operator of a script's own."""
+    """Run in Python that the dispatcher calls, for a custom operator of a script."""
     if not _todo_of_operator:
         library = torch.library.Library("ampkit_places", "DEF")
         library.define("act(Tensor x) -> Tensor")
@@ -154,7 +154,7 @@ _todo_of_operator = []  # first the library
 
 
 def generator(action):
-    """Code that is left and entered again, inside of a region of its own."""
+    """Run in code that is left and entered again, inside of a region of its own."""
 
     def steps():
         with torch.autocast("cpu", torch.bfloat16):
@@ -242,21 +242,21 @@ def training():
 
 
 def state():
-    """What torch is: a training, dtypes of products, the thread's state and torch's functions."""
-    found = {"losses": training(), "mm": torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype}
-    found["torch.ops"] = torch.ops.aten.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-    found["autocast"] = (
+    """The state of torch: a training, dtypes of products, the thread's state and torch's functions."""
+    snapshot = {"losses": training(), "mm": torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype}
+    snapshot["torch.ops"] = torch.ops.aten.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    snapshot["autocast"] = (
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
     )
-    found["regions"] = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
-    found["modes"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    snapshot["regions"] = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    snapshot["modes"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     for owner in torch, nn.functional, torch.Tensor, nn.Module, torch.autograd, nn.utils.clip_grad, torch.fx.Tracer:
-        found[owner.__name__] = {
+        snapshot[owner.__name__] = {
             name: value for name, value in vars(owner).items() if callable(value) or name == "data"
         }
-    return found
+    return snapshot
 
 
 def differences():
@@ -268,7 +268,7 @@ right = {}
 
 
 def cell(place, way, level):
-    """Problems of one cell."""
+    """Return the problems of one cell."""
     import ampkit
 
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Neighbours of the scripts that went wrong at a border of a session: beside each kind, others of the same cause, as rows."""
+"""Neighbours of scripts that failed at a border of a session: for each kind, other scripts with the same cause, as rows."""
 
 import concurrent.futures
 import contextlib
@@ -39,7 +39,7 @@ def gelus():
 
 
 class Stubborn(nn.Linear):
-    """A model that cannot be asked for its parts any more once it is ``broken``."""
+    """A model that raises when asked for its parts once it is ``broken``."""
 
     broken = False
 
@@ -216,7 +216,7 @@ def test_trace_of_an_initialized_model_computes_as_the_model(way, level):
 
 
 class Functional(nn.Module):
-    """Weights that go to functions of torch, which generated code calls beneath every wrapper."""
+    """A model whose weights go to functions of torch, which generated code calls beneath every wrapper."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ def test_torch_swaps_parameters_of_a_session(change, optimizer, dtype, keeps_gra
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_frozen_weight_of_a_wrapper_class_moves_with_its_model(level):
-    """torch swaps these without a flag."""
+    """torch swaps such weights without a flag."""
 
     def model():
         net = two_layers()
@@ -501,11 +501,11 @@ def test_batched_backward_pass_through_a_norm_is_right_but_batch_norm_under_jacr
         with pytest.raises(ampkit.ConfigurationError, match="keep_fp32"):
             way(model, None, None)
         return
-    found = way(model, model(x).float(), list(model.parameters()))
-    want, found = (
-        torch.cat([one.float().flatten() for one in (v if isinstance(v, tuple) else [v])]) for v in (want, found)
+    actual = way(model, model(x).float(), list(model.parameters()))
+    want, actual = (
+        torch.cat([one.float().flatten() for one in (v if isinstance(v, tuple) else [v])]) for v in (want, actual)
     )
-    assert (found - want).norm() < 0.03 * want.norm()
+    assert (actual - want).norm() < 0.03 * want.norm()
 
 
 # The end of a session inside of a block
@@ -536,15 +536,15 @@ def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, befo
         block.__exit__(None, None, None)
         exact = gelus()
         exact(torch.ones(3, 6)).square().sum().backward()
-        for param, own in zip(model.parameters(), exact.parameters()):
-            assert (param.grad.float() - own.grad).norm() < 0.03 * own.grad.norm() + 1e-4
+        for param, expected in zip(model.parameters(), exact.parameters()):
+            assert (param.grad.float() - expected.grad).norm() < 0.03 * expected.grad.norm() + 1e-4
     ampkit.close()
     optimizer.zero_grad()
     model(torch.ones(3, 6)).square().sum().backward()
     twin = gelus()
     twin.load_state_dict(model.state_dict())
     twin(torch.ones(3, 6)).square().sum().backward()
-    assert all(torch.equal(param.grad, own.grad) for param, own in zip(model.parameters(), twin.parameters()))
+    assert all(torch.equal(param.grad, expected.grad) for param, expected in zip(model.parameters(), twin.parameters()))
 
 
 def test_a_region_of_another_thread_goes_on_after_a_backward_pass_in_which_the_session_closes():

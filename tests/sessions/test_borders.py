@@ -1,4 +1,4 @@
-"""Where a session begins and ends: places where torch brings a thread's state back, other processes, tracers."""
+"""Places where a session begins and ends: where torch restores a thread's state, other processes, tracers."""
 
 import subprocess
 import sys

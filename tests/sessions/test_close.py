@@ -1,4 +1,4 @@
-"""After close() torch, the model and the optimizer are what they were: the whole namespaces, by identity."""
+"""After close() torch, the model and the optimizer are as before: the whole namespaces, by identity."""
 
 import copy
 
@@ -13,7 +13,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class TokenClassifier(nn.Module):
-    """A bit of everything that initialize treats in its own way."""
+    """A model with a bit of everything that initialize treats in its own way."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def make_pair():
 
 
 def classify_tokens(model, optimizer):
-    """Three iterations on four sequences."""
+    """Run three iterations on four sequences."""
     tokens, labels = torch.arange(12).reshape(4, 3) % 7, torch.arange(4)
     iterate(lambda: nn.functional.cross_entropy(model(tokens).float(), labels), optimizer, times=3)
 

@@ -26,10 +26,10 @@ def closed():
 
 @functools.cache
 def found_by(name, level):
-    """What a script finds, by the name of what it is."""
-    found = SCRIPTS[name][0](Run(level))
+    """Run a script at a level; returns its results by name, each flattened."""
+    results = SCRIPTS[name][0](Run(level))
     ampkit.close()
-    return {what: flat(values) for what, values in found.items()}
+    return {what: flat(values) for what, values in results.items()}
 
 
 def distances(name, level):

@@ -1,4 +1,4 @@
-"""`ampkit.explain`: what it says beforehand is what initialize does, and what it says of a session is what is there."""
+"""`ampkit.explain`: its plan is what initialize does, and its report of a session is what is there."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_what_it_says_beforehand_is_what_initialize_does(level):
 
 def test_rows_say_what_is_stored_and_kept():
     rows = rows_by_name(ampkit.explain(Model(), opt_level="O2", keep_fp32="head"))
-    # Of the three blocks: 16 * 16 + 16; 16 + 16; 16 * 32 + 32 and 32 * 16 + 16; a vector of 16.
+    # The three blocks have 16 * 16 + 16; 16 + 16; 16 * 32 + 32 and 32 * 16 + 16; and there is a vector of 16.
     assert {name: (row.modules, row.parameters) for name, row in rows.items()} == {
         "embedding": (1, 160),
         "layers.0-2": (3, 48),

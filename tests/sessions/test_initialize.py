@@ -45,7 +45,7 @@ def snapshot(*things):
 
 
 def process():
-    """What an initialize changes beside models and optimizers."""
+    """The state of the process that initialize changes, beside models and optimizers."""
     functions = [value for space in NAMESPACES for value in vars(space).values() if callable(value)]
     return [ampkit.current_session(), torch.export.export, torch.compiler.config.cache_key_tag, *map(id, functions)]
 
@@ -137,7 +137,7 @@ def test_disabled_takes_anything_and_does_not_pile_up():
 
 
 class Slotted:
-    """A wrapper that no weak reference can be made to, and that says otherwise."""
+    """A wrapper that allows no weak references, and says otherwise."""
 
     __slots__ = ("inner",)
 
@@ -217,7 +217,7 @@ WRONG_OPTIMIZERS = {
 
 
 def test_fused_sgd_is_refused_where_it_does_not_step():
-    """torch's, over weights in lower precision on the CPU: it moves a few of them."""
+    """torch's fused SGD over lower-precision weights on the CPU steps only a few of them."""
     model, _ = make_pair()
     for level, refused in (("O3", True), ("O2", False), ("O1", False)):
         for fused in (True, False):
@@ -299,7 +299,7 @@ def test_scale_loss_is_refused_for_an_optimizer_never_passed():
 
 
 class FailingOperations(TorchDispatchMode):
-    """Calls ``step`` before every operation on tensors."""
+    """A mode that calls ``step`` before every operation on tensors."""
 
     def __init__(self, step):
         super().__init__()
@@ -310,7 +310,7 @@ class FailingOperations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# How ampkit changes what is not its own: attributes of torch and of optimizers, attributes and classes of modules, hooks
+# The ways in which ampkit changes foreign objects: attributes of torch and of optimizers, attributes and classes of modules, hooks
 # of any kind, and torch's settings. What it makes of tensors is a matter of operations.
 WAYS_OUT = (
     (PatchSet, "set"),
@@ -322,7 +322,7 @@ WAYS_OUT = (
 
 @contextlib.contextmanager
 def failing_at(number):
-    """Whatever leads out of ampkit counts its calls, all together, and fails at the ``number``-th. Yields the count."""
+    """Count all calls that lead out of ampkit, and fail at the ``number``-th. Yields the count."""
     count = [0]
 
     def step():
@@ -345,7 +345,7 @@ def failing_at(number):
 
 
 def trained_pairs():
-    """Two models and their optimizers, with gradients and with state, and without a session."""
+    """Return two models and their optimizers, with gradients and with state, and without a session."""
     torch.manual_seed(0)
     second = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     pairs = [make_pair(), (second, torch.optim.AdamW(second.parameters(), lr=0.1))]
@@ -365,7 +365,7 @@ def tensors_of(models, optimizers):
 
 
 def ways_out_taken(level, **settings):
-    """How often an initialize that succeeds leads out of ampkit."""
+    """Count the calls by which a successful initialize leads out of ampkit."""
     models, optimizers = trained_pairs()
     with failing_at(None) as count:
         ampkit.initialize(models, optimizers, opt_level=level, verbosity=0, **settings)
@@ -401,7 +401,7 @@ def test_optimizer_without_weak_references_leaves_no_session():
         __slots__ = ("param_groups", "state")
 
         def step(self):
-            """Nothing."""
+            """Do nothing."""
 
         zero_grad = step
 
@@ -452,12 +452,12 @@ def test_weights_on_the_meta_device_are_refused_where_masters_are_made_of_them()
 
 
 @pytest.mark.parametrize("function", [ampkit.clip_grad_norm_, ampkit.step_was_skipped, ampkit.master_params])
-@pytest.mark.parametrize("given", ["parameters", "model", "list", "none"])
-def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, given):
+@pytest.mark.parametrize("argument", ["parameters", "model", "list", "none"])
+def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, argument):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[given]
+    thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[argument]
     more = [1.0] if function is ampkit.clip_grad_norm_ else []
     name = function.__name__
     with pytest.raises(
@@ -480,11 +480,11 @@ def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, verbosity=0)
     loss = model(torch.ones(1, 2)).sum()
-    for given in ((optimizer, loss), (loss, model), (loss, model.parameters())):
+    for arguments in ((optimizer, loss), (loss, model), (loss, model.parameters())):
         with pytest.raises(
             ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
         ):
-            ampkit.scale_loss(*given)
+            ampkit.scale_loss(*arguments)
 
 
 def test_scale_loss_without_with_says_how_it_is_written():
@@ -512,7 +512,7 @@ def test_an_optimizer_of_another_model_is_warned_of(caplog):
     ampkit.initialize(model, torch.optim.SGD(other.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert caplog.text.count("updates none of the trainable parameters of the model, which will not learn") == 1
     caplog.clear()
-    image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
+    image = torch.zeros(1, 2, requires_grad=True)  # optimizes the input of a frozen model
     ampkit.initialize(model.requires_grad_(False), torch.optim.SGD([image], lr=0.1), opt_level="O2", verbosity=0)
     assert "none of the parameters" not in caplog.text
 

@@ -43,7 +43,7 @@ def cleaning_lines(path: str) -> frozenset[int]:
 
 
 class AtLine:
-    """Raises `Interrupted` at the line with this number, counted from 1, of those of ampkit that run inside."""
+    """A tracer that raises `Interrupted` at the line with this number, counted from 1, of the lines of ampkit that run inside."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -127,12 +127,12 @@ def _copied(value):
 
 
 def interrupted_at_every(step: int, opt_level: str, optimizer: str):
-    """Where each iteration was interrupted, and the weights after it, until one has run to its end."""
-    run, found = Run(opt_level, optimizer), []
+    """Interrupt iterations at every ``step``-th line until one runs to its end; returns the line and the weights after each."""
+    run, iterations = Run(opt_level, optimizer), []
     run.iterate(0)
     while True:
-        number, checkpoint, before = len(found) + 1, run.checkpoint(), state_of_thread()
-        at_line = AtLine(1 + step * len(found))
+        number, checkpoint, before = len(iterations) + 1, run.checkpoint(), state_of_thread()
+        at_line = AtLine(1 + step * len(iterations))
         try:
             with at_line:
                 run.iterate(number)
@@ -142,25 +142,25 @@ def interrupted_at_every(step: int, opt_level: str, optimizer: str):
                 run.resume(checkpoint)
             run.iterate(number)
             assert state_of_thread() == before, at_line.where
-        found.append((at_line.where, run.values()))
+        iterations.append((at_line.where, run.values()))
         if at_line.where is None:
             ampkit.close()
-            return found
+            return iterations
 
 
 def check(step: int, opt_level: str, optimizer: str) -> int:
-    """How many lines were tried."""
+    """Compare interrupted iterations with undisturbed ones; returns how many lines were tried."""
     torch_before = F.linear, torch.Tensor.__matmul__, torch.Tensor.data, torch.autograd._engine_run_backward
-    found = interrupted_at_every(step, opt_level, optimizer)
-    assert len(found) * step > 500  # an iteration runs more lines than that
+    iterations = interrupted_at_every(step, opt_level, optimizer)
+    assert len(iterations) * step > 500  # an iteration runs more lines than that
     assert torch_before == (F.linear, torch.Tensor.__matmul__, torch.Tensor.data, torch.autograd._engine_run_backward)
     undisturbed = Run(opt_level, optimizer)
     undisturbed.iterate(0)
-    for number, (where, values) in enumerate(found, start=1):
+    for number, (where, values) in enumerate(iterations, start=1):
         undisturbed.iterate(number)
         assert torch.equal(undisturbed.values(), values), where
     ampkit.close()
-    return len(found) - 1
+    return len(iterations) - 1
 
 
 @pytest.mark.parametrize("opt_level, optimizer", [("O1", "AdamW"), ("O2", "AdamW")])

@@ -1,4 +1,4 @@
-"""Who hears what: the banner, the overflow lines, the culprit after many skips, and where they are written."""
+"""Logs and their readers: the banner, the overflow lines, the culprit after many skips, and where they are written."""
 
 import contextlib
 import importlib
@@ -24,7 +24,7 @@ session_module = importlib.import_module("ampkit.session")  # the name in the pa
 
 
 def initialized_aloud(**settings):
-    """A model and its optimizer, with all that `initialize` says."""
+    """Initialize a model and its optimizer, with all that `initialize` prints."""
     model = net_with_norm(4, 4, 1)
     return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 

@@ -34,7 +34,7 @@ def integers(shape, seed):
 
 
 class Inexact(TorchDispatchMode):
-    """Notes the first operator that reads or makes a number which bfloat16 cannot hold."""
+    """A mode that notes the first operator that reads or makes a number which bfloat16 cannot hold."""
 
     found = None
 
@@ -141,7 +141,7 @@ OPTIMIZERS = [
 
 
 class Run:
-    """One run of a script: its model and optimizer, and what it has seen."""
+    """A run of a script: its model and optimizer, and what it has seen."""
 
     def __init__(self, draw, settings):
         self.with_ampkit = settings is not None
@@ -212,12 +212,12 @@ def puts_a_tensor_in_a_weights_place(run, draw):
 
 
 def evaluates_with_other_weights(run, draw):
-    own = [p.detach().clone() for p in run.model.parameters()]
+    originals = [p.detach().clone() for p in run.model.parameters()]
     with torch.no_grad():
         for p in run.model.parameters():
             p.fill_(1)
         run.seen.append(run.model(integers((3, WIDTH), draw.randrange(10**6))).float())
-        for p, values in zip(run.model.parameters(), own):
+        for p, values in zip(run.model.parameters(), originals):
             p.copy_(values)
 
 
@@ -304,7 +304,7 @@ BEFORE_STEP = [
 
 
 def play(seed, settings=None, judge=None):
-    """What three iterations of this script see, each with its events' names; without ``settings``, in plain float32.
+    """Return what three iterations of this script see, each with its events' names; without ``settings``, in plain float32.
 
     ``judge`` (`Inexact`) ends the run with the iteration before the one in which it finds something.
     """

@@ -24,7 +24,7 @@ def make_pair():
 
 
 def shrink_output(model, optimizer, times=1, **flags):
-    """Iterations that bring the output for ones towards zero; the last loss."""
+    """Run iterations that bring the output for ones towards zero; returns the last loss."""
     return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
 
 
@@ -50,7 +50,7 @@ def test_scalers_are_numbered_across_sessions():
 
 
 def fold(iterations):
-    """A pair at O1 whose loss scaler has counted so many iterations."""
+    """Return a pair at O1 whose loss scaler has counted ``iterations``."""
     pair = make_pair()
     ampkit.initialize(*pair, opt_level="O1", verbosity=0)
     if iterations:
@@ -95,7 +95,7 @@ def test_a_state_that_comes_before_initialize_is_told_to_come_after_it(caplog):
 
 
 def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
-    """A file that does not say which session was which is Apex's, or of one session: its order is that of the losses."""
+    """A file without session numbers is Apex's, or of one session: its order is the order of losses."""
     pair = make_pair()
     ampkit.initialize(*pair, opt_level="O1", num_losses=2, verbosity=0)
     ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": 10 + i} for i in range(3)})
@@ -117,7 +117,7 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
 
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O1"), ("O0", "O5")])
 def test_optimizers_of_two_sessions_share_a_loss(levels):
-    """Its loss scale is that of the first optimizer's session; gradients are those of float32, in each session."""
+    """The loss scale of a shared loss is that of the first optimizer's session; gradients are those of float32, in each session."""
     models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)]
     plain = copy.deepcopy(models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
@@ -145,7 +145,7 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
-    # What is found in the gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
+    # An overflow in gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
     for finite, unskipped in ((True, 1), (False, 0)):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -176,7 +176,7 @@ def test_a_loss_is_not_shared_with_a_disabled_session():
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_threads_initialize_and_train_as_alone(where):
-    """Four at once, at levels of their own: the same weights, bit for bit."""
+    """Train in four threads at once, at levels of their own: the same weights, bit for bit."""
     levels = ("O1", "O2", "O4", "O5")
 
     def train(level, pair, initializes=True):
@@ -189,31 +189,31 @@ def test_threads_initialize_and_train_as_alone(where):
     for level in levels:
         alone.append(train(level, make_pair()))
         ampkit.close()
-    pairs, found, start = [make_pair() for _ in levels], {}, threading.Barrier(4)
+    pairs, trained, start = [make_pair() for _ in levels], {}, threading.Barrier(4)
     for level, pair in zip(levels, pairs):
         if where == "outside":
             ampkit.initialize(*pair, opt_level=level, verbosity=0)
 
     def work(level, pair):
         start.wait()
-        found[level] = train(level, pair, initializes=where == "inside")
+        trained[level] = train(level, pair, initializes=where == "inside")
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=one) for one in zip(levels, pairs)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        threads = [threading.Thread(target=work, args=args) for args in zip(levels, pairs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         sys.setswitchinterval(interval)
     for level, values in zip(levels, alone):
-        assert all(map(torch.equal, found[level], values)), level
+        assert all(map(torch.equal, trained[level], values)), level
 
 
 def in_a_thread(work):
-    """The exception that this raises in a thread of its own, or None."""
+    """Run ``work`` in a thread of its own; returns the exception that it raises, or None."""
     raised = []
 
     def guarded():
@@ -229,7 +229,7 @@ def in_a_thread(work):
 
 
 def train_while(pair, meanwhile):
-    """An iteration at O2, with something else in the midst of its block."""
+    """Run an iteration at O2, with something else in the midst of its block."""
     loss = pair[0](torch.ones(2, 4)).float().square().mean()
     with ampkit.scale_loss(loss, pair[1]) as scaled:
         scaled.backward()
@@ -259,7 +259,7 @@ def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
 
 
 def test_a_thread_is_told_to_initialize_what_it_trains_itself():
-    """Else blocks of the thread that has initialized would touch gradients while it computes them."""
+    """Blocks of the thread that has initialized would otherwise touch gradients while another thread computes them."""
     pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
     refused = []
     train_while(pairs[0], lambda: refused.append(in_a_thread(lambda: shrink_output(*pairs[1]))))
@@ -281,7 +281,7 @@ def test_two_sessions_of_one_thread_are_trained_in_two():
 
 def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread():
     """The generator's gradients come through the critic's block: they are unscaled as in the thread that has initialized."""
-    found = []
+    results = []
     for run in (in_a_thread, lambda work: work()):
         torch.manual_seed(5)
         generator, critic = initialized_pair(), initialized_pair()
@@ -290,14 +290,14 @@ def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread(
             loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
             with ampkit.scale_loss(loss, critic[1]) as scaled:
                 scaled.backward()
-            found.append([param.grad.float() for one in (critic, generator) for param in one[0].parameters()])
+            results.append([param.grad.float() for pair in (critic, generator) for param in pair[0].parameters()])
             critic[1].step()
             generator[1].step()
 
         assert run(train) is None
-        found[-1] += [value.clone() for one in (critic, generator) for value in one[0].state_dict().values()]
+        results[-1] += [value.clone() for pair in (critic, generator) for value in pair[0].state_dict().values()]
         ampkit.close()
-    assert all(map(torch.equal, *found)) and max(value.abs().max().item() for value in found[0]) < 100.0
+    assert all(map(torch.equal, *results)) and max(value.abs().max().item() for value in results[0]) < 100.0
 
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
@@ -386,7 +386,7 @@ def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1()
 
 
 def everything():
-    """Live tensors, objects of ours, hooks of torch.nn, torch's patches: counts that must not grow."""
+    """Count what must not grow: live tensors, ampkit's objects, hooks of torch.nn, torch's patches."""
     gc.collect()
     objects = gc.get_objects()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
@@ -408,7 +408,7 @@ def test_thirty_times_leaves_what_two_left(level, same_model):
     pair = make_pair() if same_model else None
     counts, shapes, memory = {}, {}, {}
     gc.collect()
-    gc.freeze()  # what was there before is none of ours, and dear to walk; conftest.py has frozen nearly all of it for good
+    gc.freeze()  # objects from before are not ampkit's, and slow to walk; conftest.py has frozen nearly all of them for good
     tracemalloc.start()
     try:
         for time in range(1, 31):
@@ -527,7 +527,7 @@ def test_session_closed_inside_its_block_is_closed_once():
     assert ampkit.current_session() is None
 
 
-# What stands on the optimizer, and dtypes and devices that others change
+# Wrappers on the optimizer, and dtypes and devices that others change
 
 
 @pytest.mark.parametrize("level", ("O1", "O2"))
@@ -542,11 +542,11 @@ def test_step_is_a_bound_method_of_the_optimizer(level):
 def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    ours, calls = optimizer.step, []
+    wrapped_step, calls = optimizer.step, []
 
     def on_top(*args, **kwargs):
         calls.append(args)
-        return ours(*args, **kwargs)
+        return wrapped_step(*args, **kwargs)
 
     optimizer.step = on_top
     shrink_output(model, optimizer)
@@ -614,7 +614,7 @@ def test_scheduler_made_after_each_initialize_warns_of_nothing():
 
 
 def test_a_copy_of_an_optimizer_was_not_initialized():
-    """One that does not say what a copy takes along, as torch's do, shares everything with it."""
+    """An optimizer that does not define what its copy takes along, as torch's do, shares everything with the copy."""
 
     class Plain:
         def __init__(self, params):
@@ -633,12 +633,12 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
 
 
-# What outlives its model
+# Objects that outlive their model
 
 
 @pytest.mark.parametrize("reads", (0, 1, 3), ids="{} reads of master_params".format)
 def test_a_model_that_is_gone_leaves_no_memory(reads):
-    """Float32 parameters that were lent and dropped keep nothing alive, without a forward or a step after them."""
+    """Float32 parameters that were made and dropped keep nothing alive, without a forward or a step after them."""
     gone = []
     for _ in range(3):
         model, optimizer = make_pair()

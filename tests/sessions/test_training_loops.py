@@ -43,7 +43,7 @@ def initialized(level, lr=0.1, **settings):
 
 
 def loss_of(model):
-    """In float32 for models that were not initialized, also where a session casts calls of torch."""
+    """The loss is float32 for models that were not initialized, also where a session casts calls of torch."""
     with nullcontext() if session_of(model) else ampkit.disable_casts():
         return F.mse_loss(model(X).float(), Y)
 

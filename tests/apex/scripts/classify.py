@@ -47,11 +47,11 @@ class Prefetcher:
 
     def next(self):
         torch.cuda.current_stream().wait_stream(self.stream)
-        found = self.next_input, self.next_target
-        if found[0] is not None:
-            found[0].record_stream(torch.cuda.current_stream())
+        batch = self.next_input, self.next_target
+        if batch[0] is not None:
+            batch[0].record_stream(torch.cuda.current_stream())
         self.preload()
-        return found
+        return batch
 
 
 class Images(torch.utils.data.Dataset):
