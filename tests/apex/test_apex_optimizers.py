@@ -357,7 +357,7 @@ def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(ep
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "names"),
+    ("name", "arguments", "names"),
     [
         (
             "FusedAdam",
@@ -381,17 +381,17 @@ def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(ep
         ),
     ],
 )
-def test_arguments_by_position_are_those_by_name(name, given, names):
+def test_arguments_by_position_are_those_by_name(name, arguments, names):
     make = getattr(optimizers, name)
     by_place, by_name = (
-        make(several_params(torch.float32), *given),
-        make(several_params(torch.float32), **dict(zip(names.split(), given, strict=True))),
+        make(several_params(torch.float32), *arguments),
+        make(several_params(torch.float32), **dict(zip(names.split(), arguments, strict=True))),
     )
     for part in "defaults", "adam_w_mode", "set_grad_none", "master_weights", "materialize_master_grads", "use_nvlamb":
         assert getattr(by_place, part, None) == getattr(by_name, part, None)
     state = {**vars(by_place), **by_place.defaults}
     assert all(
-        float(state[key]) == float(value) for key, value in zip(names.split(), given) if key != "betas" and key in state
+        float(state[key]) == float(value) for key, value in zip(names.split(), arguments) if key != "betas" and key in state
     )
     with pytest.raises(TypeError):
-        make(several_params(torch.float32), *given, *[None] * 4)
+        make(several_params(torch.float32), *arguments, *[None] * 4)

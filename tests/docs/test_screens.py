@@ -103,7 +103,7 @@ def test_words_of_a_drawing_stand_inside_of_it(page, drawing):
 
 
 @pytest.mark.parametrize(
-    "body, found",
+    "body, cut_off",
     [
         ("<p>words</p>", []),
         ("<div style='width: 900px'>wide</div>", ["wide", "the page scrolls sideways"]),
@@ -111,11 +111,11 @@ def test_words_of_a_drawing_stand_inside_of_it(page, drawing):
         ("<img src='missing.png' alt='x'>", ["not shown: missing.png"]),
     ],
 )
-def test_what_is_cut_off_is_found(page, tmp_path, body, found):
+def test_what_is_cut_off_is_found(page, tmp_path, body, cut_off):
     (tmp_path / "page.html").write_text(f"<!doctype html><body>{body}</body>")
     page.show(800, dark=False)
     page.open((tmp_path / "page.html").as_uri())
-    assert [re.sub(r"file://.*/", "", words) for words in page.evaluate(CUT_OFF)] == found
+    assert [re.sub(r"file://.*/", "", words) for words in page.evaluate(CUT_OFF)] == cut_off
 
 
 def test_words_outside_of_a_drawing_are_found(page, tmp_path):

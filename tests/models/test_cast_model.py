@@ -389,7 +389,7 @@ class Encoder(nn.Module):
 
     @ampkit.cast_inputs
     def encode(self, x):
-        """What encode does."""
+        """Apply the first layer."""
         return self.first(x)
 
     def bare(self, x):
@@ -407,7 +407,7 @@ def test_cast_inputs_makes_a_method_cast_like_forward(level):
     outputs = BF16 if level == "O5" else F32
     assert model.encode(X).dtype is outputs and torch.allclose(model.encode(X).float(), plain, atol=0.03)
     assert model(X).dtype is outputs  # forward calls encode, and goes on in lower precision
-    assert Encoder.encode.__doc__ == "What encode does." and Encoder.encode.__name__ == "encode"
+    assert Encoder.encode.__doc__ == "Apply the first layer." and Encoder.encode.__name__ == "encode"
     found = model.bare(X)  # without it calls are cast, and nothing brings the output back
     assert found.dtype is BF16 and torch.allclose(found.float(), bare, atol=0.03)
 
