@@ -49,18 +49,18 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, to
 @pytest.mark.parametrize("case", TWINS)
 def test_fused_optimizer_agrees_with_float64_torch_optim(case, dtype, device):
     name, settings, twin, twin_settings = TWINS[case]
-    ours, theirs = (
+    params, twins = (
         several_params(dtype, device),
         [nn.Parameter(p.detach().double().cpu()) for p in several_params(dtype)],
     )
     # Lower-precision gradients are the same numbers on both sides.
-    optimizer, reference = fused_class(name)(ours, **settings), twin(theirs, **twin_settings)
+    optimizer, reference = fused_class(name)(params, **settings), twin(twins, **twin_settings)
     for step in range(STEPS):
-        for mine, other, gradient in zip(ours, theirs, drawn_gradients(step, ours)):
-            mine.grad, other.grad = gradient, gradient.double().cpu()
+        for param, clone, gradient in zip(params, twins, drawn_gradients(step, params)):
+            param.grad, clone.grad = gradient, gradient.double().cpu()
         optimizer.step()
         reference.step()
-    assert_all_close([p.detach().cpu() for p in ours], [p.detach() for p in theirs], TOLERANCES[dtype])
+    assert_all_close([p.detach().cpu() for p in params], [p.detach() for p in twins], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("case", [case for case in TWINS if case != "adam_capturable"])
@@ -471,12 +471,12 @@ def test_fused_optimizers_move_parameters_as_in_float32_at_every_level(name, set
         reference.step()
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     iterate(lambda: (model(x).float() - y).square().mean(), optimizer, 4)
-    for before, mine, theirs in zip(start, model.state_dict().values(), twin.parameters(), strict=True):
-        wanted = theirs.detach() - before
-        error = (mine.float() - before - wanted).norm()
+    for before, actual, expected in zip(start, model.state_dict().values(), twin.parameters(), strict=True):
+        wanted = expected.detach() - before
+        error = (actual.float() - before - wanted).norm()
         if level == "O0":
             assert error == 0
         else:
             # O3 has no masters: each step rounds the weights, by half a unit in the last place at most.
-            rounding = 2 * 2**-8 * theirs.detach().norm() if level == "O3" else 0.0
+            rounding = 2 * 2**-8 * expected.detach().norm() if level == "O3" else 0.0
             assert error <= 0.05 * wanted.norm() + rounding, (error, wanted.norm())

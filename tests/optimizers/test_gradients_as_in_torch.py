@@ -1,4 +1,4 @@
-"""What a script does to ``p.grad`` after the `scale_loss` block counts at the step, as in torch.
+"""Changes of ``p.grad`` by a script after the `scale_loss` block count at the step, as in torch.
 
 Each way is an ordinary line of a training script. The judges are the same script in float32, and in mixed precision written
 by hand in plain torch: ampkit may be no further from the first than the second is.
@@ -98,7 +98,7 @@ def in_float32(make_optimizer, way, blocks=1):
 
 
 def by_hand(make_optimizer, way, settings, blocks=1):
-    """The same mixed precision in plain torch: torch.autocast, or a cast model, and float32 masters updated from its gradients."""
+    """Train in that mixed precision by plain torch: autocast, or a cast model and float32 masters updated from its gradients."""
     dtype = None if settings["opt_level"] in ("O1", "O5") else settings.get("cast_model_type", torch.bfloat16)
     return in_mixed_precision(make_optimizer, way, dtype, blocks)
 
@@ -228,7 +228,7 @@ def test_an_overflow_in_what_the_block_did_not_name_skips_that_step_and_moves_no
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(level, make_optimizer):
-    """The discriminator's, in the generator's block: two models that are trained in turns."""
+    """The discriminator's optimizer in the generator's block: two models that are trained in turns."""
     counts = []
     for number in (1, 2):
         models = [nn.Linear(1, 1, bias=False) for _ in range(number)]
@@ -249,7 +249,7 @@ def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(lev
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_gradient_that_a_block_did_not_come_to_is_gone_once_it_is_cleared(level):
-    """Two heads, of which a block reaches one: the other's gradient is put aside for it, and put back."""
+    """Two heads, of which a block reaches one: the other's gradient is set aside during the block, and put back."""
     heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     heads.forward = lambda x: [head(x).float().sum() for head in heads]
     heads, optimizer = initialize_quietly(heads, lambda p: torch.optim.SGD(p, lr=1.0), level, policy="apex")
@@ -293,11 +293,11 @@ def test_the_gradient_of_a_master_is_that_of_its_weight():
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_gradient_that_is_put_on_a_master_is_stepped_with(make_optimizer):
     model, optimizer = one_weight(make_optimizer=make_optimizer, opt_level="O2")
-    for given, expected in ((torch.tensor([[0.5]]), 0.5), (None, 0.5)):
+    for gradient, expected in ((torch.tensor([[0.5]]), 0.5), (None, 0.5)):
         optimizer.zero_grad()
         backward_of_one_weight(model, optimizer, 0.25)
         for master in ampkit.master_params(optimizer):
-            master.grad = given
+            master.grad = gradient
         optimizer.step()
         assert next(ampkit.master_params(optimizer)).item() == expected
 

@@ -36,7 +36,7 @@ def net(seed=0):
 
 
 def initialized(make=adamw, dtype=BF16, model=None, **settings):
-    """Without a loss scale where nothing else is said."""
+    """Initialize, by default without a loss scale."""
     model = net() if model is None else model
     optimizer = make(model.parameters())
     settings = {"loss_scale": 1.0, "cast_model_type": dtype, **settings}
@@ -59,7 +59,7 @@ def assert_same(found, expected):
 
 
 def one_layer():
-    """Few tensors, for many steps."""
+    """A model of few tensors, for many steps."""
     torch.manual_seed(0)
     return nn.Linear(6, 3, bias=False)
 
@@ -70,7 +70,7 @@ def one_layer():
     [(adamw, one_layer, 300), (sgd, net, 50), (torch_adamw, one_layer, 300), (torch_sgd, net, 50)],
 )
 def test_training_is_that_of_whole_float32_masters(make, build, steps, dtype):
-    """Whose weights are rounded ties away: in bfloat16 bit for bit; in float16 values below 2^-14 are kept to 2^-40."""
+    """The masters' weights are rounded ties away: equal bits in bfloat16; in float16 values below 2^-14 are kept to 2^-40."""
     model, optimizer = initialized(make, dtype, build(), one_pass_step=False)
     twin = build().to(dtype)
     masters = [nn.Parameter(p.detach().clone()) for p in build().parameters()]

@@ -37,7 +37,7 @@ each_pair = pytest.mark.parametrize("setting, optimizer", PAIRS)
 
 
 def prepared(setting, optimizer="FusedSGD"):
-    """A model whose values are no numbers of lower precision any more, and its optimizer."""
+    """A model whose float32 values lower precision cannot hold, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3))
     settings = dict(SETTINGS[setting])
@@ -59,7 +59,7 @@ def elsewhere(write):
 
 
 def bits(tensor):
-    """The weights' memory as numpy sees it, which torch does not hear of."""
+    """The weights' memory as a numpy array; torch does not see writes to it."""
     return tensor.detach().view(torch.int16).numpy()
 
 
@@ -85,14 +85,14 @@ WRITTEN = {
 }
 
 
-def assert_within(found, expected, bound, dtype):
+def assert_within(actual, expected, bound, dtype):
     """EXACT: bit for bit, but for float16's 2^-40 below 2^-14. HALF: of the last place that ``dtype`` has there."""
     if bound is EXACT:
         limit = torch.where(expected.abs() < 2.0**-14, 2.0**-40, 0.0) if dtype is torch.float16 else 0.0
     else:
         unit = torch.exp2(torch.frexp(expected).exponent.float() - (11 if dtype is torch.float16 else 8))
         limit = unit / 2
-    assert ((found.double() - expected.double()).abs() <= limit).all(), (found - expected).abs().max()
+    assert ((actual.double() - expected.double()).abs() <= limit).all(), (actual - expected).abs().max()
 
 
 def assert_step_without_gradients_changes_nothing(model, optimizer):
@@ -357,7 +357,7 @@ def test_a_state_dict_is_not_kept_and_has_one_tensor_for_tied_weights(keep_vars)
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_reading_float32_values_writes_nothing(setting):
-    """Also where a weight is 0 for a while, beside which its rest counts for nothing."""
+    """Also where a weight is 0 for a while, so that its rest has no effect."""
     model, optimizer = prepared(setting)
     before = float32_values(model)
     backup = model[2].weight.data.clone()
