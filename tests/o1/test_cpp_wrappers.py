@@ -1,4 +1,4 @@
-"""O1's wrappers in C++, and that they mean what the wrappers in Python mean."""
+"""O1's wrappers in C++, which behave as the wrappers in Python."""
 
 import gc
 import inspect

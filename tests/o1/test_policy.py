@@ -91,7 +91,7 @@ def test_unknown_treatment_of_banned_functions_is_refused():
 
 
 def result_dtypes(policy, call, low=torch.bfloat16):
-    """What ``call`` gives for a lower-precision and for a float32 tensor under a policy."""
+    """The dtypes that ``call`` returns for a lower-precision and for a float32 tensor under a policy."""
     with o1(low, policy=policy):
         return call(torch.rand(4, 4).to(low)).dtype, call(torch.rand(4, 4)).dtype
 
