@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cpu_kernels, pytest.mark.compiled("k
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-    """A function that runs Python in a copy of the project with sanitized kernels; returns the process, and what was reported."""
+    """A function that runs Python in a copy of the project with sanitized kernels; it returns the process and the reports."""
     sanitizer = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(sanitizer).is_absolute():
         pytest.skip("g++ has no ThreadSanitizer here")
