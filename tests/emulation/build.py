@@ -57,7 +57,7 @@ FLAGS = [
 
 
 def rewritten(source: Path, rewrites: list) -> str:
-    """A source of CUDA as C++."""
+    """Return a CUDA source as C++."""
     text = source.read_text()
     for pattern, replacement in rewrites:
         text = pattern.sub(replacement, text)
@@ -69,13 +69,13 @@ def rewritten(source: Path, rewrites: list) -> str:
 
 
 def write_sources(to: Path, rewrites: list) -> list[Path]:
-    """csrc/cuda as C++, and the files to compile: one that includes all kernels, since torch's headers take longest."""
-    for folder, found in (
+    """Write csrc/cuda as C++ and return the files to compile: one file includes all kernels, since torch's headers take longest."""
+    for folder, sources in (
         ("cuda", [*CSRC.glob("cuda/*"), HERE / "broken.cu"]),
         ("moments", CSRC.glob("moments/*.cuh")),
     ):
         (to / folder).mkdir(parents=True, exist_ok=True)
-        for source in found:
+        for source in sources:
             (to / folder / source.name).write_text(rewritten(source, rewrites))
     kernels = ["registration.cpp", *sorted(source.name for source in CSRC.glob("cuda/*.cu")), "broken.cu"]
     (to / "kernels.cpp").write_text("".join(f'#include "cuda/{name}"\n' for name in kernels))
