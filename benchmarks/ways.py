@@ -61,7 +61,7 @@ class Float32:
         optimizer.step()
 
     def end(self):
-        """All optimizers have made their step."""
+        """End the iteration, after all optimizers have made their step."""
 
 
 class Autocast(Float32):
