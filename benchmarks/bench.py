@@ -114,7 +114,7 @@ class Trainer:
 
 
 class Clock:
-    """Adds up the time between marks, by name: the host's clock on a CPU, the device's own on a GPU, which nothing waits for."""
+    """A clock that adds up the time between marks, by name: the host's on a CPU, the device's on a GPU, without waiting for it."""
 
     def __init__(self, device):
         import torch

@@ -22,7 +22,7 @@ from memory import keep_freed_memory
 import ampkit
 from ampkit.integrations.lost_updates import LostUpdates
 
-# What is read of each report; lost updates are measured at every step.
+# The values that are read from each report; lost updates are measured at every step.
 READ = {
     "no on_step": None,
     "nothing": (),
@@ -100,7 +100,7 @@ def measure_lost_updates(name, args):
             seconds = {}
             for side in (
                 (0, 1) if index % 2 else (1, 0)
-            ):  # ten at a time: what is watched goes by the time between its steps
+            ):  # ten at a time: LostUpdates samples for a share of the time between its steps
                 seconds[side] = sum(timed(case, pairs[side], None) for _ in range(10))
             ratios.append(seconds[0] / seconds[1])
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -175,7 +175,7 @@ class Gan(Case):
         return loss.detach()
 
 
-# What the names of models stand for; those of a real size are for GPUs.
+# The models by their names; models of a real size are for GPUs.
 NAMES = {"resnet18": "ResNet-18", "gpt": "GPT", "bert": "BERT-like", "lstm": "LSTM", "dcgan": "DCGAN", "mlp": "MLP"}
 LARGE = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
 

@@ -73,7 +73,7 @@ WRAPPERS = {
 
 def waited(work: Work, wrapper: str, gpus: int, speed: float) -> float:
     """Seconds of a step in which the GPU waits for what is sent."""
-    share = (gpus - 1) / gpus  # what a ring sends from each GPU, once through
+    share = (gpus - 1) / gpus  # the share that a ring sends from each GPU, once through
     forward, backward = FORWARD * work.seconds, (1 - FORWARD) * work.seconds
 
     def seconds(size: int) -> float:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch._dynamo  # each run is a fork of this process: what it needs is imported here, once
+import torch._dynamo  # each run is a fork of this process: its modules are imported here, once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
@@ -37,7 +37,7 @@ import ampkit.insight.record.advice
 import ampkit.insight.record.command
 from ampkit.__main__ import main as ampkit_main
 
-#: How a script is set up, and what one iteration is.
+#: The setup of a script, and its iteration.
 WAYS = {
     "plain": ("", "out = model(x)\nloss = loss_of(out, y)", "loss.backward()\n{clip}\noptimizer.step()"),
     "torch.amp": (

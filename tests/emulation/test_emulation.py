@@ -12,7 +12,7 @@ from ampkit import kernels
 
 pytestmark = pytest.mark.emulated
 
-#: The kernels of broken.cu, and what is said of each before the process ends.
+#: The kernels of broken.cu, and the message about each before the process ends.
 BROKEN = {
     "barrier_missed": r"broken.cu:\d+: not all threads reach this barrier: thread 0 is here, thread 7 has ended",
     "two_barriers": r"broken.cu:\d+: not all threads reach this barrier: thread 0 is here, thread 32 is at a barrier",

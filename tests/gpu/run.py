@@ -242,7 +242,7 @@ def run_step(step: Step) -> tuple[int, str]:
     if home := os.environ.get("CUDA_HOME"):  # the nvcc on PATH may be a link, without compute-sanitizer beside it
         folders.append(str(Path(home) / "bin"))
     environment = {**os.environ, **step.environment, "PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
-    # A session of its own: what it has started ends with it, or compilers would go on and write into the next build.
+    # A session of its own: its children end with it, or compilers would go on and write into the next build.
     process = subprocess.Popen(
         ["bash", "-c", step.command],
         cwd=ROOT,

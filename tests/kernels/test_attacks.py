@@ -277,7 +277,7 @@ def test_threads_may_call_at_once(name):
     assert not failures, failures[0]
 
 
-# But for NovoGrad's, which are read by torch, and torch reads what is freed.
+# But for NovoGrad's, which torch reads, and torch does not refuse freed memory.
 ONES = [one for one in (*FLAGS, *NUMBERS) if one[0] != "novograd"]
 
 

@@ -125,7 +125,7 @@ def test_second_moments_below_the_least_normal_number_are_kept(ops, device):
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
 def test_under_numbers_drawn_nan_and_infinity_stay_what_they_are(ops, device, op):
-    """In weights and moments of bfloat16."""
+    """The values are weights and moments in bfloat16."""
     grads, params = torch.zeros(300, device=device), torch.ones(300, device=device, dtype=BF16)
     grads[::7], grads[1::7] = math.nan, math.inf
     states = [torch.full((300,), 0.5, device=device, dtype=BF16) for _ in range(2 if op == "adam" else 1)]

@@ -70,7 +70,7 @@ def assert_split(values, dtype):
     x, sign = values.double().abs().clamp(max=LARGEST[dtype]), torch.signbit(values)
     finite = values.isfinite()
     expected = weights_on_paper(together.double().abs() if dtype is F16 else x, dtype)
-    if dtype is F16:  # beside 0 a rest would not count: what is not 0 stands beside the least weight
+    if dtype is F16:  # a rest beside 0 would not count: a value that is not 0 has the least weight instead
         expected = torch.where((expected == 0) & (x >= 2.0**-40), 2.0**-24, expected)
     assert torch.equal(weights.double().abs()[finite], expected[finite])
     error = (together.double().abs() - x).abs()[finite]

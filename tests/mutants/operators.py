@@ -21,7 +21,7 @@ OPPOSITE = {
     ast.NotIn: "in",
 }
 
-# What only words are made with: no test need pin these.
+# Code that only makes words: no test need pin it.
 OF_WORDS = {"__repr__", "__str__", "__dir__", "extra_repr", "_describe", "describe"}
 CALLS_OF_WORDS = {"warn", "warning", "info", "debug", "log", "print"}
 UNSEEN_KEYWORDS = {"stacklevel", "maxsize", "maxlen"}

@@ -1,4 +1,4 @@
-"""Records which functions of ampkit a test reaches: each in a line, the test and the file and first line of the function.
+"""Record which functions of ampkit a test reaches: each in a line, the test and the file and first line of the function.
 
 A copy of the project has this file as sitecustomize.py, which Python imports first: so the processes that a test starts record too.
 """

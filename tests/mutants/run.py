@@ -1,4 +1,4 @@
-"""Plants named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
+"""Plant named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ EDITS = {
     "in place": lambda p: p.mul_(2),
     "by data without reading it": lambda p: setattr(p, "data", p.detach() * 2),
     "by averaging": by_averaging,
-    # As cuDNN's flatten_parameters does it, past the property that O1 puts in the place of Tensor.data.
+    # As cuDNN's flatten_parameters does it, past the property with which O1 replaces Tensor.data.
     "in C++": lambda p: torch._C.TensorBase.data.__set__(p, p.detach() * 2),
 }
 
@@ -344,7 +344,7 @@ def test_data_is_torchs_own_again_after_close():
     assert not hasattr(torch.Tensor.__dlpack__, "__wrapped__")
 
 
-# What a script takes of an input before its first use, to write to it past torch and O1: a batch that NumPy fills, `.data`.
+# An alias of an input, taken before its first use, through which a script writes past torch and O1: NumPy's array, `.data`.
 ALIASES = {
     "data of an input with a gradient": (True, lambda leaf: leaf.data),
     "data of an input": (False, lambda leaf: leaf.data),
@@ -483,7 +483,7 @@ class Twice(nn.Module):
         return self(x) + self(x)
 
 
-#: What uses the model, and how many casts of its two parameters that takes.
+#: Uses of the model, and the number of casts of its two parameters that each takes.
 CALLS = {
     "a call": (lambda model, x: model(x), 2),
     "two calls": (lambda model, x: model(x) + model(x), 4),

@@ -63,7 +63,7 @@ def make_model():
     return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 1))
 
 
-# -- ways to write a weight between two forwards: each is given the parameters before `initialize`, and returns what scales them
+# -- ways to write a weight between two forwards: from the parameters before `initialize` each makes a function that scales them
 
 
 def each(write):
@@ -226,7 +226,7 @@ def know_another(level, model):
 KNOWN = {"model and optimizer": know_all, "the model": know_the_model, "another model": know_another}
 
 
-# Casts live longest where all is known; where less is, four ways stand for the others.
+# Casts live longest where every write is known; for less, four ways represent the others.
 WAYS_AND_KNOWN = [
     *((way, "model and optimizer") for way in WRITES),
     *(

@@ -72,7 +72,7 @@ def any_size(monkeypatch):
 
 def made(name, dtype):
     shape, weights, call = CASES[name]
-    # An offset, as activations have one: it is what sums of squares suffer from.
+    # An offset, as activations have one: it makes sums of squares inaccurate.
     x = (torch.randn(shape) + 0.5).to(dtype).requires_grad_()
     return x, [(torch.rand(size) + 0.5).requires_grad_() for size in weights], call
 

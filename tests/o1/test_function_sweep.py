@@ -28,7 +28,7 @@ IMAGE = torch.stack([MATRIX, MATRIX.T, MATRIX, MATRIX]).unsqueeze(0)
 # Tried in this order, for rows that torch's lists have no sample of.
 CANDIDATES = [
     *[(TALL,), (MATRIX,), (MATRIX + 1,), (IMAGE,), (MATRIX[0],), (MATRIX @ MATRIX.T,)],
-    # Before a square: _weight_norm reads memory that nobody wrote where its second is not a column.
+    # Before a square: _weight_norm reads uninitialized memory if its second argument is not a column.
     (MATRIX, MATRIX[:, :1]),
     *[(MATRIX, MATRIX), (MATRIX, MATRIX[0]), (MATRIX[0], MATRIX[1]), (IMAGE, IMAGE), (IMAGE, IMAGE[0])],
     *[(MATRIX, 2), (MATRIX, 2, 0), (MATRIX, 0), (IMAGE, 2), (2, MATRIX), (IMAGE, [4]), (IMAGE[0], 3), (IMAGE, (2, 2))],

@@ -55,7 +55,7 @@ SPELLINGS = {
         ).split()
     },
 }
-# apex-facts 2.1: what Apex cast to lower precision and to float32, and what it promoted, refused or matched.
+# apex-facts 2.1: the functions that Apex cast to lower precision and to float32, promoted, refused or matched.
 APEX_LOWER = {
     F: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",
     torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm matmul mm "
@@ -104,7 +104,7 @@ def spellings(operator: str) -> list[tuple[str, str]]:
         for spelling in (name, f"{name}_")
         if hasattr(owner, spelling) and (path, spelling) not in NOT_THIS_ONE.get(operator, ())
     }
-    # torch._VF stands for torch._C._VariableFunctions, whose names torch has too; the recurrent layers look there.
+    # torch._VF forwards to torch._C._VariableFunctions, whose names torch has too; the recurrent layers look there.
     return sorted((path, name) for path, name in known if path != "torch._VF" or name in APEX_OTHERS[torch._VF].split())
 
 

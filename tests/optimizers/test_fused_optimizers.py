@@ -100,7 +100,7 @@ def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
 
 
 def test_state_that_holds_none_is_loaded():
-    """As torch's SGD once wrote where there was no momentum yet."""
+    """torch's SGD once wrote None where there was no momentum yet."""
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = optimizers.FusedSGD([param], lr=0.5, momentum=0.5)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": None}}})
@@ -447,7 +447,7 @@ def test_fused_adam_with_masters_trains_what_float16_alone_would_lose():
     assert torch.equal(p.detach(), torch.full((4,), 0.99).bfloat16())
 
 
-# With these rates each parameter moves by many times what bfloat16 rounds away of it in a step. The others have torch's twins
+# With these rates each parameter moves by many times the error of its rounding to bfloat16. The others have torch's twins
 # beside them in test_fused_step.py.
 MOVED = [
     *(("FusedAdam", dict(lr=0.01), level) for level in ("O0", "O1", "O3", "O4")),

@@ -36,7 +36,7 @@ def noise_like(p, step):
     return 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1100 + step)).to(p.grad)
 
 
-# What is done to the gradient of each parameter.
+# Changes to the gradient of each parameter.
 EDITS = {
     "halved": lambda p, step: p.grad.mul_(0.5),
     "halved through data": lambda p, step: p.grad.data.mul_(0.5),
@@ -156,7 +156,7 @@ def flat(tensors):
 
 
 def turns(optimizers, blocks):
-    """Each way at each setting, the optimizers by turns."""
+    """Each way at each setting, with the optimizers in turn."""
     pairs = itertools.product(enumerate(WAYS), enumerate(SETTINGS))
     return [(way, optimizers[(i + j) % len(optimizers)], setting, blocks) for (i, way), (j, setting) in pairs]
 
@@ -367,7 +367,7 @@ def test_a_block_without_a_backward_pass_leaves_what_earlier_blocks_made(level, 
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_clipping_holds_for_every_step_over_the_same_gradients_and_for_what_is_added(make_optimizer, level):
-    """As torch's, which writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
+    """torch's clipping writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
     model, optimizer = one_weight(8.0, make_optimizer=make_optimizer, opt_level=level)
     backward_of_one_weight(model, optimizer, 2.0)
     assert ampkit.clip_grad_norm_(optimizer, 0.5).item() == 2.0

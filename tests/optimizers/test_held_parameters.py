@@ -79,7 +79,7 @@ def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(ma
         optimizer.param_groups[0]["params"] = list(chosen.parameters())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         backward(loss_of(model), optimizer)
-        # Unscaled, whoever holds it: the loss is below 10 here, and the scale 65,536.
+        # Unscaled, in the group or not: the loss is below 10 here, and the scale 65,536.
         assert 0 < model[0].weight.grad.abs().max() < 10
         optimizer.step()
         model.zero_grad()

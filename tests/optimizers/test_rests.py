@@ -201,7 +201,7 @@ def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
 @pytest.mark.parametrize("value", (0.0, float("inf"), float("nan"), 1.0))
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 def test_a_write_to_one_element_of_a_loan_leaves_the_others(dtype, value):
-    """Whatever stands in the weight meanwhile: what is put back has its float32 value again."""
+    """Other elements may hold anything meanwhile: an element that is put back has its float32 value again."""
     model, optimizer = initialized(sgd, dtype)
     iterate(lambda: model(random_batch()[0]).float().square().mean(), optimizer, 2)
     before, kept = model.state_dict()["0.weight"].clone(), model[0].weight.detach().clone()

@@ -63,7 +63,7 @@ def bits(tensor):
     return tensor.detach().view(torch.int16).numpy()
 
 
-# Weights: what stands in them afterwards is their value. What is assigned in float32 is that.
+# Weights: the numbers in them afterwards are their values. An assigned float32 tensor is the float32 value.
 
 
 WRITTEN = {
@@ -123,7 +123,7 @@ def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     assert all(value.isfinite().all() for value in float32_values(model).values())
 
 
-# Masks: what is kept is kept to the last bit, what is masked is 0.
+# Masks: elements that are kept do not change by a bit, masked elements are 0.
 
 
 MASKED = {
@@ -171,7 +171,7 @@ def taken(p):
     return p.data.clone()
 
 
-# What is kept of a weight, a write, and how what was kept comes back.
+# A copy of a weight, a write, and a way of restoring the copy.
 PUT_BACK = {
     "copied": (lambda p: p.detach().clone(), changed, lambda p, kept: p.copy_(kept)),
     "copied to data": (taken, changed, lambda p, kept: p.data.copy_(kept)),
@@ -188,7 +188,7 @@ PUT_BACK = {
         lambda p: bits(p).fill(0),
         lambda p, kept: kept[0].__setitem__(slice(None), kept[1]),  # to the memory as it was taken before
     ),
-    # What lower precision holds, assigned as float32.
+    # Numbers that lower precision holds, assigned as float32.
     "in float32": (lambda p: p.data.float().clone(), changed, lambda p, kept: setattr(p, "data", kept)),
     "after zeros": (taken, lambda p: p.data.zero_(), lambda p, kept: p.data.copy_(kept)),
     "after infinities": (taken, lambda p: p.data.fill_(float("inf")), lambda p, kept: p.data.copy_(kept)),
@@ -285,7 +285,7 @@ def test_what_is_put_back_for_a_whole_model_is_back_to_the_last_bit(way, setting
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-# Float32 values that are handed out: exact. Those of a state_dict() are copies.
+# Float32 values that ampkit returns: exact. The values of a state_dict() are copies.
 
 
 LENT = {
@@ -370,7 +370,7 @@ def test_reading_float32_values_writes_nothing(setting):
     assert all(torch.equal(value, before[name]) for name, value in float32_values(model).items())
 
 
-# Gradients: what stands there is stepped with. A plain SGD step of rate 1 moves by the gradient.
+# Gradients: the step uses the current ``p.grad``. A plain SGD step of rate 1 moves by the gradient.
 
 
 GRADIENTS = {

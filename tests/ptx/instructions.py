@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Types of PTX. Floats of 16 bits are bits to registers, and to what converts them.
+#: Types of PTX. For registers and conversions 16-bit floats are bits.
 DTYPES = {
     "pred": np.dtype(bool),
     **{f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},

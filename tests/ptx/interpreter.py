@@ -1,4 +1,4 @@
-"""Runs entries of PTX on arrays with an element for each thread: see README.md beside this file.
+"""Run entries of PTX on arrays with an element for each thread: see README.md beside this file.
 
 Blocks run many at once. Of the threads that may go on, those at the lowest program counter do, so that threads that parted meet
 again where their ways join. A thread that is at a barrier waits until no other thread of any block may go on.
@@ -17,10 +17,10 @@ WARP = 32
 LANES_AT_ONCE = 16_384
 MOST_STEPS = 200_000  # of one gang of blocks; what takes more does not end
 READ, WRITE, ATOMIC = "read", "write", "atomic"
-#: What memory holds that was allocated and never written: no number that anything computes.
+#: The content of memory that was allocated and never written: a number that nothing computes.
 UNWRITTEN = np.uint64(0xD1B54A32D192ED03)
 FIRST_ADDRESS = 65_536  # of memory that may be there; an array cannot begin at 0
-NEVER, BEFORE, NOBODY, SEVERAL = -4, -3, -2, -1  # in the place of a thread that has accessed a byte
+NEVER, BEFORE, NOBODY, SEVERAL = -4, -3, -2, -1  # instead of the number of a thread that has accessed a byte
 
 
 class Access(NamedTuple):

@@ -106,7 +106,7 @@ class Machine:
         self.launched = Counter({(file, name): 0 for name, some in self.entries.items() for file, *_ in some})
         self.one_at_a_time = threading.Lock()
         self.last: tuple[str, list[Access], Snapshots]
-        self.heard = None  # called after each launch with its entry's name and what it did in memory
+        self.heard = None  # called after each launch with its entry's name and its accesses of memory
 
     def begin(self, entry: str, parameters: bytes, blocks: int, threads: int, shared: int) -> None:
         self.one_at_a_time.acquire()

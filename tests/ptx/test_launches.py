@@ -63,7 +63,7 @@ def take_step(rule, mix, sizes, begin=0, **changes):
     function, states, _, settings = RULES[rule]
     grad, param, state, low = mix
     grads, params = randoms(sizes, grad, begin), randoms(sizes, param, begin)
-    if state is PACKED:  # in which the sign of a NaN is a bit of its own, that processors choose otherwise
+    if state is PACKED:  # in which the sign of a NaN is a separate bit, on which processors differ
         grads, params = ([t.clamp(-100, 100) for t in tensors] for tensors in (grads, params))
     columns = []
     for k in range(states):

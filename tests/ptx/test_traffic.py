@@ -38,7 +38,7 @@ def test_a_tensor_that_begins_elsewhere_is_moved_once_too():
 
 
 def test_sectors_are_counted_of_each_warp():
-    """By hand: a warp reads 4 bytes a lane, in 4 sectors; another every second of 8, and one lane of a third the same again."""
+    """Counts by hand: a warp reads 4 bytes a lane, in 4 sectors; another every second of 8, a lane of a third the same again."""
     address = [*range(0, 128, 4), *range(4096, 4096 + 256, 8), 4096]
     access = launching.Access(
         "read", traffic.np.array(address, "uint64"), 4, traffic.np.arange(65), None, None, None, None, 0

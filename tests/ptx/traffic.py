@@ -28,7 +28,7 @@ import ptxas
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ELEMENTS = 2 * 65_536  # two chunks
 SECTOR = 32
-#: Of Adam: gradients, parameters, moments, and what lies beside the parameters.
+#: Adam's gradients, parameters, moments, and the tensors beside the parameters.
 REST, PACKED = "rests", "8 bits"
 ADAM = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-6, step=3)
 

@@ -1,4 +1,4 @@
-"""For pytest (``-p simulated_cuda``) and scripts: torch's operators, and our kernels, on the simulated devices of README.md."""
+"""torch's operators and ampkit's kernels on the simulated devices of README.md: for pytest (``-p simulated_cuda``) and scripts."""
 
 import importlib.abc
 import importlib.util

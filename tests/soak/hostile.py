@@ -27,7 +27,7 @@ from .promise import promise
 from .runs import OPTIMIZERS
 from .threads import in_threads
 
-#: Calls that run what they are given, and the functions that may all the same, with the reason.
+#: Calls that run their argument as code, and the functions that may do so, with the reason.
 RUNS_CODE = (
     "pickle.load",
     "pickle.loads",
@@ -66,7 +66,7 @@ def no_source_loads_pickles(draw: random.Random) -> int:
         for line, call in calls_that_run_code(path)
     ]
     assert [one for one in calls if (one[0], one[2]) not in ALLOWED] == []
-    # torch.load without weights_only= is safe as long as this is what torch means by it.
+    # torch.load without weights_only= is safe as long as this is torch's default.
     assert inspect.signature(torch.load).parameters["weights_only"].default is None
     with tempfile.NamedTemporaryFile() as file:
         torch.save(Runs("true"), file.name)

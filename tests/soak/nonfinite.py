@@ -18,7 +18,7 @@ from ampkit.iteration.loss_scale import SKIPS_AT_FLOOR_BEFORE_GIVING_UP
 from .promise import promise
 from .runs import OPTIMIZERS, Fault, Recipe, Run, assert_finite, assert_same
 
-#: ``with heard(level) as log`` has in ``log.output`` what ampkit's logger says.
+#: ``with heard(level) as log`` collects the messages of ampkit's logger in ``log.output``.
 heard = functools.partial(TestCase().assertLogs, "ampkit")
 
 

@@ -168,7 +168,7 @@ def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
 
 
 def of_child() -> int:
-    """In a fork: 0 where calls are not cast, and a model trains in float32 before and after `close`."""
+    """Return 0 if, in a fork, calls are not cast, and a model trains in float32 before and after `close`."""
     try:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
         for closes in (False, True):
