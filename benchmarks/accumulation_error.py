@@ -19,7 +19,7 @@ WIDTH, BATCH = 256, 16
 
 
 def relative_error(level, micro_batches, delayed):
-    """Root of the summed squares of (found - float64) over that of float64, for all weights together."""
+    """Root of the summed squares of (gradient - float64) over that of float64, for all weights together."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
     exact = copy.deepcopy(model).double()

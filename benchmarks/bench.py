@@ -37,7 +37,7 @@ STEPS_FOR_MEMORY = 3
 
 
 class Cell:
-    """A model, how many micro-batches make a step, whether it is compiled, and who takes part."""
+    """A model, the number of micro-batches in a step, whether it is compiled, and the ways of training."""
 
     def __init__(self, model, accumulate=1, compiled=False, ways=None):
         self.model, self.accumulate, self.compiled = model, accumulate, compiled
@@ -55,7 +55,7 @@ class Cell:
 
 
 class Trainer:
-    """One way of training one case: what its process can be asked for."""
+    """A way of training a case, with the methods that its process answers to."""
 
     def __init__(self, way, cell, options):
         import cases
@@ -87,13 +87,13 @@ class Trainer:
         }
 
     def train(self, steps):
-        """The loss of the last of that many steps."""
+        """Train for so many steps; return the loss of the last."""
         for _ in range(steps):
             loss = self.case.step(self.way, lambda phase: None)
         return float(loss)
 
     def turn(self, steps):
-        """Seconds of a step, and of each phase of it, over that many steps."""
+        """Mean seconds of a step, and of each phase of it, over so many steps."""
         clock = Clock(self.device)
         start = time.perf_counter()
         for _ in range(steps):
@@ -114,7 +114,7 @@ class Trainer:
 
 
 class Clock:
-    """Adds up the time between marks, by name: the host's clock on a CPU, the device's own on a GPU, which nothing waits for."""
+    """A clock that adds up the time between marks, by name: the host's on a CPU, the device's on a GPU, without waiting for it."""
 
     def __init__(self, device):
         import torch
@@ -143,7 +143,7 @@ class Clock:
 
 
 class Holder:
-    """What is asked in another process: the bytes that training holds at most."""
+    """The most bytes that a way of training holds, measured in another process."""
 
     def __init__(self, *arguments):
         self.arguments = arguments
@@ -166,7 +166,7 @@ def resident(which):
 
 
 class Processes:
-    """Started from one that has torch imported already and has computed nothing; ``environment`` is theirs from the start."""
+    """Processes started from one that has imported torch and computed nothing; ``environment`` is set from their start."""
 
     def __init__(self, environment):
         self.context = multiprocessing.get_context("forkserver")
@@ -178,7 +178,7 @@ class Processes:
 
 
 def measure(processes, cell, options, until):
-    """Everything about a cell, its turns going on until that time."""
+    """Measure everything about a cell; its turns go on until that time."""
     with contextlib.ExitStack() as stack:
         workers = {}
         for way in cell.ways:
@@ -188,13 +188,13 @@ def measure(processes, cell, options, until):
 
 
 def measured(cell, options, until, ask):
-    """The same, by ``ask(way, method, *arguments)``."""
+    """Measure a cell, by ``ask(way, method, *arguments)``."""
     warm_up = 2 if options["short"] else WARM_UP
-    found = {way: {"loss": ask(way, "train", warm_up)} for way in cell.ways}
-    for way, its in found.items():
-        its["saved_bytes"] = ask(way, "saved_bytes")
-        its["host_reads"] = None if cell.compiled else ask(way, "host_reads")
-        its["seconds"], its["phases"] = [], {"forward": [], "backward": [], "step": []}
+    by_way = {way: {"loss": ask(way, "train", warm_up)} for way in cell.ways}
+    for way, figures in by_way.items():
+        figures["saved_bytes"] = ask(way, "saved_bytes")
+        figures["host_reads"] = None if cell.compiled else ask(way, "host_reads")
+        figures["seconds"], figures["phases"] = [], {"forward": [], "backward": [], "step": []}
     steps = max(1, int(TURN / min(ask(way, "turn", 1)["total"] for way in cell.ways)))
     least, most = (2, 2) if options["short"] else ROUNDS
     rounds = 0
@@ -203,33 +203,33 @@ def measured(cell, options, until, ask):
         order = cell.ways[first:] + cell.ways[:first]
         for way in order if rounds % 2 else order[::-1]:
             turn = ask(way, "turn", 1 if options["short"] else steps)
-            found[way]["seconds"].append(turn.pop("total"))
+            by_way[way]["seconds"].append(turn.pop("total"))
             for phase, seconds in turn.items():
-                found[way]["phases"][phase].append(seconds)
+                by_way[way]["phases"][phase].append(seconds)
         rounds += 1
     about = ask(cell.ways[0], "about")
-    for its in found.values():
-        its["seconds"] = [round(seconds, 7) for seconds in its["seconds"]]
-        its["phases"] = {phase: round(statistics.median(values), 7) for phase, values in its["phases"].items()}
+    for figures in by_way.values():
+        figures["seconds"] = [round(seconds, 7) for seconds in figures["seconds"]]
+        figures["phases"] = {phase: round(statistics.median(values), 7) for phase, values in figures["phases"].items()}
     return {
         "model": cell.model,
         "accumulate": cell.accumulate,
         "compiled": cell.compiled,
         **about,
         "warm_up": warm_up,
-        "ways": found,
+        "ways": by_way,
     }
 
 
 class Peaks:
-    """Asks another process, since whether freed memory is given back is settled when a process starts."""
+    """Peak memory, asked of another process, since a process decides at its start whether it gives back freed memory."""
 
     def __init__(self):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.process = subprocess.Popen([sys.executable, __file__, "--peaks"], env={**os.environ, **GIVE_BACK}, **pipes)
 
     def of(self, cell, options):
-        """The bytes that each way of training holds at most; compilers hold memory of their own, so eager cells only."""
+        """The most bytes that each way of training holds; of eager cells only, since compilers hold memory of their own."""
         if cell.compiled:
             return dict.fromkeys(cell.ways)
         print(json.dumps([str(cell), cell.ways, options]), file=self.process.stdin)
@@ -239,16 +239,16 @@ class Peaks:
 def answer_with_peaks():
     processes = Processes(GIVE_BACK)
     for line in sys.stdin:
-        (name, ways, options), found = json.loads(line), {}
+        (name, ways, options), peaks = json.loads(line), {}
         for way in ways:
             worker = processes.start(Holder, way, Cell.parse(name), options)
-            found[way] = worker.ask("peak_bytes")
+            peaks[way] = worker.ask("peak_bytes")
             worker.stop()
-        print(json.dumps(found), flush=True)
+        print(json.dumps(peaks), flush=True)
 
 
 def here(options):
-    """Where and with what this is measured."""
+    """The machine, the versions and the options of this measurement."""
     import torch
 
     import ampkit
@@ -297,21 +297,21 @@ def cells_of(args):
     )
 
 
-def described(cell, found):
-    """One line for each way of training."""
-    yield f"{cell}: {found['about']}, {found['optimizer']}, {len(found['ways']['autocast']['seconds'])} rounds"
-    theirs = found["ways"]["autocast"]["seconds"]
-    for way, its in found["ways"].items():
+def described(cell, result):
+    """Yield a line for the cell, and a line for each way of training."""
+    yield f"{cell}: {result['about']}, {result['optimizer']}, {len(result['ways']['autocast']['seconds'])} rounds"
+    autocast = result["ways"]["autocast"]["seconds"]
+    for way, figures in result["ways"].items():
         low, ratio, high = statistics.quantiles(
-            [a / b for a, b in zip(its["seconds"], theirs, strict=True)], n=4, method="inclusive"
+            [a / b for a, b in zip(figures["seconds"], autocast, strict=True)], n=4, method="inclusive"
         )
-        milliseconds = statistics.median(its["seconds"]) * 1e3
-        phases = " ".join(f"{seconds * 1e3:9.2f}" for seconds in its["phases"].values())
-        peak = "-" if its["peak_bytes"] is None else f"{its['peak_bytes'] / 2**20:.1f}"
-        reads = "-" if its["host_reads"] is None else its["host_reads"]
+        milliseconds = statistics.median(figures["seconds"]) * 1e3
+        phases = " ".join(f"{seconds * 1e3:9.2f}" for seconds in figures["phases"].values())
+        peak = "-" if figures["peak_bytes"] is None else f"{figures['peak_bytes'] / 2**20:.1f}"
+        reads = "-" if figures["host_reads"] is None else figures["host_reads"]
         yield (
             f"  {way:<10}{milliseconds:9.2f} ms, {ratio:.3f} ({low:.3f}-{high:.3f}) of autocast, phases {phases}, peak {peak} "
-            f"MiB, saved {its['saved_bytes'] / 1e6:.2f} MB, host reads {reads}, loss {its['loss']:.4f}"
+            f"MiB, saved {figures['saved_bytes'] / 1e6:.2f} MB, host reads {reads}, loss {figures['loss']:.4f}"
         )
 
 
@@ -368,11 +368,11 @@ def main():
         now = time.monotonic()
         share = (started + 60 * args.minutes - now) * weight / sum(weight for _, weight in left)
         peak = memory.of(cell, options)
-        found = measure(processes, cell, options, float("inf") if args.all else now + share)
-        for way, its in found["ways"].items():
-            its["peak_bytes"] = peak[way]
-        results["cells"].append(found)
-        print("\n".join(described(cell, found)), flush=True)
+        result = measure(processes, cell, options, float("inf") if args.all else now + share)
+        for way, figures in result["ways"].items():
+            figures["peak_bytes"] = peak[way]
+        results["cells"].append(result)
+        print("\n".join(described(cell, result)), flush=True)
         print(f"  {time.monotonic() - now:.0f} s of {share:.0f}", flush=True)
         results["minutes"] = round((time.monotonic() - started) / 60, 1)
         if out is not None:

@@ -1,4 +1,4 @@
-"""What a cast costs per call: O1's wrappers beside torch.autocast, on tensors so small that only overhead shows.
+"""The cost of a cast per call: O1's wrappers beside torch.autocast, on tensors so small that only overhead shows.
 
     python benchmarks/bench_dispatch.py [--device cuda] [--dtype float16] [--repetitions 60]
 
@@ -117,14 +117,14 @@ def synchronize() -> None:
 
 
 def report(times: dict[str, dict[str, list[float]]]) -> None:
-    ours = [name for name in ("C++", "Python") if name in times]
-    titles = "".join(f"{name:>8}{'over bare':>11}{'ratio to autocast':>24}" for name in ours)
+    wrappers = [name for name in ("C++", "Python") if name in times]
+    titles = "".join(f"{name:>8}{'over bare':>11}{'ratio to autocast':>24}" for name in wrappers)
     print(f"{'call':12}{'bare':>8}{'autocast':>10}{titles}")
-    ratios = {name: [] for name in ours}
+    ratios = {name: [] for name in wrappers}
     for call in times["bare"]:
         bare, autocast = (statistics.median(times[name][call]) for name in ("bare", "autocast"))
         line = f"{call:12}{bare:8.2f}{autocast:10.2f}"
-        for name in ours:
+        for name in wrappers:
             median = statistics.median(times[name][call])
             low, ratio, high = statistics.quantiles(
                 [mine / theirs for mine, theirs in zip(times[name][call], times["autocast"][call])], n=4
@@ -133,7 +133,7 @@ def report(times: dict[str, dict[str, list[float]]]) -> None:
             if call != UNPATCHED:
                 ratios[name].append(ratio)
         print(line)
-    for name in ours:
+    for name in wrappers:
         mean = math.exp(statistics.fmean(map(math.log, ratios[name])))
         print(
             f"{name}: geometric mean of the ratios {mean:.3f}, largest {max(ratios[name]):.3f} ({UNPATCHED} left out)"

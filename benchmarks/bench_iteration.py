@@ -1,4 +1,4 @@
-"""What an iteration costs the host besides forward and backward: scale_loss entered and left, and the step.
+"""The cost of an iteration for the host besides forward and backward: scale_loss entered and left, and the step.
 
     python benchmarks/bench_iteration.py [--parameters 8 60 160] [--repetitions 40] [--device cuda]
 
@@ -54,7 +54,7 @@ class Weights(nn.Module):
 
 
 def contenders(count: int, device: str) -> dict[str, Callable[[], Callable[[], None]]]:
-    """By name, what makes an iteration: one after the other, so that no session sees another's optimizer."""
+    """Makers of each contender's iteration, by name: called one after the other, so that no session sees another's optimizer."""
     return {
         "GradScaler": lambda: with_grad_scaler(count, device),
         "O1": lambda: with_ampkit(count, device, "O1", lambda params: torch.optim.AdamW(params, fused=True)),

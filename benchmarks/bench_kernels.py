@@ -1,4 +1,4 @@
-"""How fast the multi-tensor kernels are: GB/s beside a plain copy, and the time of the same work in public torch calls.
+"""The speed of the multi-tensor kernels: GB/s beside a plain copy, and the time of the same work in public torch calls.
 
     python benchmarks/bench_kernels.py [--lists resnet50 gpt2 tiny] [--only adam] [--device cpu] [--rounds 11] [--minima]
 
@@ -55,12 +55,12 @@ def print_row(case, size, elements, copy, ours, theirs):
 
 def time_case(make, shapes, elements, args):
     torch.manual_seed(0)
-    ours, theirs = make(shapes, args.device)
+    run, run_torch = make(shapes, args.device)
     source, target = torch.ones(elements, device=args.device), torch.zeros(elements, device=args.device)
     if args.minima:
-        return interleaved((lambda: target.copy_(source), ours, theirs), args.rounds, time.thread_time, min)
+        return interleaved((lambda: target.copy_(source), run, run_torch), args.rounds, time.thread_time, min)
     return interleaved(
-        (lambda: target.copy_(source), ours, theirs), args.rounds, lambda: now(args.device), statistics.median
+        (lambda: target.copy_(source), run, run_torch), args.rounds, lambda: now(args.device), statistics.median
     )
 
 
@@ -83,7 +83,7 @@ def now(device):
 
 
 def resnet50_shapes():
-    """All but the last bias, which makes 160."""
+    """The shapes of all parameters but the last bias: 160."""
     shapes = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -205,7 +205,7 @@ def weights_with_rests(shapes, device):
 
 
 def in_torch(function, *args, **kwargs):
-    """What the reference does."""
+    """Call the function with the reference in plain torch in place of kernels."""
     devices, backend.kernel_devices = backend.kernel_devices, frozenset()
     try:
         return function(*args, **kwargs)
@@ -237,67 +237,67 @@ def step_of(kernel):
 
 
 def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
-    """One check of the gradients and one step of masters that are rounded into weights, or of weights with rests; against check
-    and unscale, torch's step, and copying back.
+    """A check of the gradients and a step of masters that are rounded into weights, or of weights with rests; against check and
+    unscale, torch's step, and copying back.
     """
 
     def make(shapes, device):
         grads, masters, weights = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device, BF16)
-        ours_of = weights_with_rests(shapes, device) if with_rests else (masters, weights)
+        stored = weights_with_rests(shapes, device) if with_rests else (masters, weights)
         moments = [zeros(shapes, device) for _ in range(states)]
         norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
         found_inf, inverse = flags(device)
         more = {"inv_scale": inverse, "found_inf": found_inf}
         function = step_of(kernel)
 
-        def ours():
+        def run():
             _, each = kernels.multi_tensor_unscale_l2norm(grads, None, inverse, found_inf, per_tensor=bool(norms))
-            given = {"grad_norms": each} if norms else {}
-            function(grads, ours_of[0], *moments, *norms, ours_of[1], **settings, **given, **more)
+            grad_norms = {"grad_norms": each} if norms else {}
+            function(grads, stored[0], *moments, *norms, stored[1], **settings, **grad_norms, **more)
 
         outputs = zeros(shapes, device)
         if torch_optimizer is None:
 
-            def theirs():
+            def run_torch():
                 torch_unscale(grads, outputs, found_inf, inverse)
                 in_torch(function, outputs, masters, *moments, *norms, weights, **settings)
 
-            return ours, theirs
+            return run, run_torch
 
         params = [torch.nn.Parameter(master.clone()) for master in masters]
         for param, gradient in zip(params, outputs):
             param.grad = gradient
         optimizer = torch_optimizer(params)
-        found = [param.detach() for param in params]
+        detached = [param.detach() for param in params]
 
-        def theirs():
+        def run_torch():
             torch_unscale(grads, outputs, found_inf, inverse)
             optimizer.step()
-            torch._foreach_copy_(weights, found)
+            torch._foreach_copy_(weights, detached)
 
-        return ours, theirs
+        return run, run_torch
 
     return make
 
 
 def plain_step(kernel, states, settings):
-    """One step of float32 parameters, against the same rule in torch._foreach_*."""
+    """A step of float32 parameters, against the same rule in torch._foreach_*."""
 
     def make(shapes, device):
         grads, params = random(shapes, device), random(shapes, device)
         moments = [zeros(shapes, device) for _ in range(states)]
         norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
         function = step_of(kernel)
-        given = {"grad_norms": torch.ones(len(shapes), device=device)} if norms else {}
+        grad_norms = {"grad_norms": torch.ones(len(shapes), device=device)} if norms else {}
 
-        ours = partial(function, grads, params, *moments, *norms, **settings, **given)
-        return ours, partial(in_torch, ours)
+        run = partial(function, grads, params, *moments, *norms, **settings, **grad_norms)
+        return run, partial(in_torch, run)
 
     return make
 
 
 def packed_adam(shapes, device):
-    """Adam of weights with rests and moments in 8 bits, against our own with moments in float32, which moves 26 bytes."""
+    """Adam of weights with rests and moments in 8 bits, against ampkit's with moments in float32, which moves 26 bytes."""
     grads, (weights, rests) = random(shapes, device, BF16), weights_with_rests(shapes, device)
     wide = [zeros(shapes, device) for _ in range(2)]
     packed = [[moments.pack(x, i == 0) for x in column] for i, column in enumerate(wide)]
@@ -314,7 +314,7 @@ def fused(cls, **settings):
 
 
 def torch_adagrad(params):
-    """torch has no fused one on CUDA, and refuses to make it."""
+    """torch.optim.Adagrad; torch has no fused Adagrad on CUDA, and refuses to make it."""
     fastest = {"foreach": True} if params[0].is_cuda else {"fused": True}
     return torch.optim.Adagrad(params, lr=1e-3, **fastest)
 

@@ -1,4 +1,4 @@
-"""What `ampkit.on_step` adds to a training step of the GPT of bench.py, by the values that are read from each report.
+"""The time that `ampkit.on_step` adds to a training step of the GPT of bench.py, by the values that are read from each report.
 
     python benchmarks/bench_on_step.py [--rounds 20] [--level O2] [--optimizer fused|torch]
     python benchmarks/bench_on_step.py --lost-updates
@@ -22,7 +22,7 @@ from memory import keep_freed_memory
 import ampkit
 from ampkit.integrations.lost_updates import LostUpdates
 
-# What is read of each report; lost updates are measured at every step.
+# The values that are read from each report; lost updates are measured at every step.
 READ = {
     "no on_step": None,
     "nothing": (),
@@ -89,19 +89,19 @@ def timed(case, way, values):
 def measure_lost_updates(name, args):
     case = cases.make(name, short=args.short)
     case.to(args.device)
-    case.batches = [tuple(x.bfloat16() if x.is_floating_point() else x for x in one) for one in case.batches]
+    case.batches = [tuple(x.bfloat16() if x.is_floating_point() else x for x in batch) for batch in case.batches]
     models = [case.models[0].bfloat16(), copy.deepcopy(case.models[0]).bfloat16()]
-    pairs = [ways.Float32([one], [torch.optim.AdamW(one.parameters(), lr=1e-5, fused=True)]) for one in models]
+    pairs = [ways.Float32([m], [torch.optim.AdamW(m.parameters(), lr=1e-5, fused=True)]) for m in models]
     for way in pairs * WARM_UP:
         case.step(way, lambda phase: None)
     ratios = []
     with LostUpdates(pairs[0].optimizers[0]):
         for index in range(args.rounds):
             seconds = {}
-            for one in (
+            for side in (
                 (0, 1) if index % 2 else (1, 0)
-            ):  # ten at a time: what is watched goes by the time between its steps
-                seconds[one] = sum(timed(case, pairs[one], None) for _ in range(10))
+            ):  # ten at a time: LostUpdates samples for a share of the time between its steps
+                seconds[side] = sum(timed(case, pairs[side], None) for _ in range(10))
             ratios.append(seconds[0] / seconds[1])
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     print(f"LostUpdates, {case.about}: {ratio:.3f} ({low:.3f}-{high:.3f}) of a step without")

@@ -1,4 +1,4 @@
-"""What comes after the backward pass, with FusedAdam at O2, beside torch.autocast's way of doing it.
+"""The part of a step after the backward pass, with FusedAdam at O2, beside that of torch.autocast.
 
     python benchmarks/bench_optimizer_step.py [--rounds 20] [--device cpu] [--dtype bfloat16] [--small]
 
@@ -56,13 +56,13 @@ def main():
     print(f"After backward: {len(first.params)} tensors, {first.elements / 1e6:.1f} M parameters on {args.device}")
     print(f"{'contender':<12}{'clipping':>10}{'ms':>9}{'ratio':>8}{'bytes each':>12}{'host reads':>12}")
     for clips in (True, False):
-        runs = {name: functools.partial(one.run, clips) for name, one in contenders.items()}
+        runs = {name: functools.partial(contender.run, clips) for name, contender in contenders.items()}
         times = interleaved(runs, args.rounds)
-        for name, one in contenders.items():
+        for name, contender in contenders.items():
             print(f"{name:<12}{'yes' if clips else 'no':>10}{times[name] * 1e3:>9.2f}", end="")
-            print(f"{times[name] / times['autocast']:>8.2f}{one.bytes_each():>12.1f}", end="")
+            print(f"{times[name] / times['autocast']:>8.2f}{contender.bytes_each():>12.1f}", end="")
             print(f"{count_reads(runs[name], args.device):>12}")
-    del contenders, first, one, runs
+    del contenders, first, contender, runs
     ampkit.close()
     if dtype is not torch.bfloat16:
         return
@@ -139,7 +139,7 @@ class Contender:
         return sum(t.untyped_storage().nbytes() for t in tensors) / self.elements
 
     def rests(self):
-        """The tensors beside the weights that together with them are float32 values."""
+        """The tensors that together with the weights are float32 values."""
         return []
 
 
@@ -260,7 +260,7 @@ def bare_passes(device, dtype, small):
 
 
 def interleaved(runs, rounds):
-    """Median seconds of each, taking turns; a run returns its own time."""
+    """Median seconds of each run, in turns; a run returns its own time."""
     times = {name: [] for name in runs}
     for index in range(WARM_UP + rounds):
         for name, run in runs.items():

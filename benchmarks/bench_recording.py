@@ -1,4 +1,4 @@
-"""What `ampkit.recording` adds to iterations of the GPT: time and peak memory.
+"""The time and peak memory that `ampkit.recording` adds to iterations of the GPT.
 
     python benchmarks/bench_recording.py
 
@@ -70,23 +70,23 @@ def train(case, way):
     return time.process_time() - start
 
 
-def run_for_peak(name, what, args):
-    command = [sys.executable, __file__, "--peak", name, what, "--threads", str(args.threads)] + [
+def run_for_peak(name, mode, args):
+    command = [sys.executable, __file__, "--peak", name, mode, "--threads", str(args.threads)] + [
         "--short"
     ] * args.short
     done = subprocess.run(command, env={**os.environ, **GIVE_BACK}, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
-def peak(name, what, short):
-    """In a process of its own: bytes of resident memory at most, above those after the imports, of two times three iterations."""
+def peak(name, mode, short):
+    """Bytes of peak resident memory above that after the imports, in two times three iterations; for a process of its own."""
     import ampkit.insight.record.recorder
 
     before = resident("VmRSS")
     case = cases.make("gpt", short=short)
     way = ways.make(name, case, torch.bfloat16)
     train(case, way)
-    with ampkit.recording() if what == "recording" else contextlib.nullcontext():
+    with ampkit.recording() if mode == "recording" else contextlib.nullcontext():
         train(case, way)
     return resident("VmHWM") - before
 

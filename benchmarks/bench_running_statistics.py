@@ -1,4 +1,4 @@
-"""What it costs that running statistics stay finite: ResNet-50's buffers, as part of a training step at O2.
+"""The cost of keeping running statistics finite: ResNet-50's buffers, as part of a training step at O2.
 
     python benchmarks/bench_running_statistics.py [--rounds 20] [--batch 8] [--size 224] [--device cpu] [--dtype bfloat16]
 
@@ -53,12 +53,12 @@ def main():
             scaled.backward()
         optimizer.step()
 
-    own = RunningStatistics()
+    running = RunningStatistics()
 
     def before():
-        own.before_forward(model)
+        running.before_forward(model)
 
-    parts = {"before": before, "after": own.keep_finite}
+    parts = {"before": before, "after": running.keep_finite}
     seconds = {"step": [], **{name: [] for name in parts}}
     for index in range(WARM_UP + args.rounds):
         for name, action in (("step", step), *parts.items()):
@@ -93,7 +93,7 @@ def wait(device):
 
 
 def launches(action):
-    """How many operations that compute something the action dispatches; views compute nothing."""
+    """The number of operations that the action dispatches, without views, which compute nothing."""
     counted = []
 
     class Counts(TorchDispatchMode):

@@ -84,44 +84,44 @@ class Process:
 
 
 def compare(name, contenders, running, args):
-    """Prints the lines of one case."""
+    """Print the lines of one case."""
     from bench import GIVE_BACK, TURN
 
-    found = {"time": {}, "saved": {}, "peak": {}}
+    measured = {"time": {}, "saved": {}, "peak": {}}
     for key, process in running.items():
         process.ask("take", name)
         process.ask("turn", 3)
-        found["saved"][key] = process.ask("saved") / 1e6
-        found["time"][key] = []
+        measured["saved"][key] = process.ask("saved") / 1e6
+        measured["time"][key] = []
         if args.peaks:
             alone = Process(contenders[key], GIVE_BACK, key[0], args)
-            found["peak"][key] = alone.ask("peak", name) / 2**20
+            measured["peak"][key] = alone.ask("peak", name) / 2**20
             alone.process.kill()
     steps = max(1, int(TURN / running["autocast", "now"].ask("turn", 1)))
     for index in range(args.rounds):
         for key in list(running)[:: 1 if index % 2 else -1]:
-            found["time"][key].append(running[key].ask("turn", steps) * 1e3)
-    theirs = ("autocast", "now")
-    print(f"{name}{', compiled' if args.compiled else ''}: autocast {described(found, theirs)}")
+            measured["time"][key].append(running[key].ask("turn", steps) * 1e3)
+    autocast = ("autocast", "now")
+    print(f"{name}{', compiled' if args.compiled else ''}: autocast {described(measured, autocast)}")
     for level in args.levels.split(","):
-        others = [((level, "before"), "before")] * bool(args.before) + [(theirs, "autocast")]
-        told = "; ".join(f"{beside(found, (level, 'now'), other)} of {called}" for other, called in others)
-        print(f"  {level}: {described(found, (level, 'now'))}; {told}", flush=True)
+        references = [((level, "before"), "before")] * bool(args.before) + [(autocast, "autocast")]
+        told = "; ".join(f"{beside(measured, (level, 'now'), other)} of {called}" for other, called in references)
+        print(f"  {level}: {described(measured, (level, 'now'))}; {told}", flush=True)
 
 
-def described(found, key):
-    peak = f", peak {found['peak'][key]:.0f} MiB" if key in found["peak"] else ""
-    return f"{statistics.median(found['time'][key]):.2f} ms, saved {found['saved'][key]:.2f} MB{peak}"
+def described(measured, key):
+    peak = f", peak {measured['peak'][key]:.0f} MiB" if key in measured["peak"] else ""
+    return f"{statistics.median(measured['time'][key]):.2f} ms, saved {measured['saved'][key]:.2f} MB{peak}"
 
 
-def beside(found, key, other):
+def beside(measured, key, other):
     """The ratios of one contender to another."""
-    ratios = [a / b for a, b in zip(found["time"][key], found["time"][other], strict=True)]
+    ratios = [a / b for a, b in zip(measured["time"][key], measured["time"][other], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     words = [f"time {ratio:.3f} ({low:.3f}-{high:.3f})"]
-    for what in ("saved", "peak"):
-        if found[what].get(other):
-            words.append(f"{what} {found[what][key] / found[what][other]:.3f}")
+    for quantity in ("saved", "peak"):
+        if measured[quantity].get(other):
+            words.append(f"{quantity} {measured[quantity][key] / measured[quantity][other]:.3f}")
     return ", ".join(words)
 
 
@@ -161,7 +161,7 @@ def serve(task):
 
 
 def prepare(task):
-    """One step of a case, its model initialized."""
+    """Return a function for one step of a case, and its initialized model."""
     import torch
 
     import ampkit
@@ -173,10 +173,10 @@ def prepare(task):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if trains else None
     if way != "autocast":
         setting = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}.get(way)
-        found = ampkit.initialize(
+        initialized = ampkit.initialize(
             model, optimizer, opt_level=way, verbosity=0, **({setting: torch.bfloat16} if setting else {})
         )
-        model, optimizer = found if trains else (found, None)
+        model, optimizer = initialized if trains else (initialized, None)
     called = torch.compile(model) if task["compiled"] else model
     scaler = torch.amp.GradScaler("cpu", enabled=trains and not task["unscaled"])
 
@@ -204,21 +204,21 @@ def prepare(task):
 
 
 def times_of_initialize(level, times):
-    """Milliseconds of each, beside the classes of a library that has many."""
+    """Milliseconds of each `initialize`, in a process with the classes of a library that has many."""
     import torch
     from transformers import BertModel, GPT2Model, LlamaModel, T5Model  # noqa: F401
 
     import ampkit
 
-    found = []
+    milliseconds = []
     for _ in range(times):
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
         optimizer = torch.optim.AdamW(model.parameters())
         start = time.perf_counter()
         ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-        found.append((time.perf_counter() - start) * 1e3)
+        milliseconds.append((time.perf_counter() - start) * 1e3)
         ampkit.close()
-    return found
+    return milliseconds
 
 
 # The cases
@@ -236,7 +236,7 @@ def of_bench(name):
 
 
 def hand_written_gpt(adds_mask=False):
-    """Attention as lectures write it, with a mask that is filled in or added, and GELU by its formula."""
+    """A GPT with attention as lectures write it, with a mask that is filled in or added, and GELU by its formula."""
     import math
 
     import torch

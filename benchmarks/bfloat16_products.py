@@ -19,7 +19,7 @@ PRODUCTS = {
 
 
 class ThroughFloat32(TorchDispatchMode):
-    """Inside of it products of bfloat16 tensors are computed in float32, and rounded."""
+    """A mode in which products of bfloat16 tensors are computed in float32, and rounded."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

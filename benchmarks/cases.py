@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Mlp(nn.Module):
-    """Linear layers, so narrow that overhead decides."""
+    """An MLP of linear layers so narrow that overhead decides."""
 
     def __init__(self, width=64, layers=12):
         super().__init__()
@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block with projections of their own for query, key and value."""
+    """A pre-norm Transformer block with separate projections for query, key and value."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -122,7 +122,7 @@ class Case:
         self.batches = [tuple(tensor.to(device) for tensor in batch) for batch in self.batches]
 
     def step(self, way, mark):
-        """Trains on the micro-batches; returns the mean of their losses."""
+        """Train on the micro-batches; return the mean of their losses."""
         (model,), (optimizer,) = way.models, way.optimizers
         optimizer.zero_grad()
         mark("step")
@@ -175,13 +175,13 @@ class Gan(Case):
         return loss.detach()
 
 
-# What the names of models stand for; those of a real size are for GPUs.
+# The models by their names; models of a real size are for GPUs.
 NAMES = {"resnet18": "ResNet-18", "gpt": "GPT", "bert": "BERT-like", "lstm": "LSTM", "dcgan": "DCGAN", "mlp": "MLP"}
 LARGE = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
 
 
 def make(name, accumulate=1, short=False):
-    """The case of that name, of ``accumulate`` micro-batches; ``short`` ones are small, to see that all runs."""
+    """The case of that name, of ``accumulate`` micro-batches; with ``short`` it is small, to see that it runs."""
     torch.manual_seed(0)
     many = range(accumulate)
     if name == "mlp":

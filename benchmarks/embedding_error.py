@@ -1,4 +1,4 @@
-"""How far the gradients of one step are from float32's, with embeddings stored in lower precision and in float32.
+"""The distance of one step's gradients from float32's, with embeddings stored in lower precision and in float32.
 
 Models of transformers, small, with random weights, on the CPU in bfloat16; the relative error of all gradients together.
 """

@@ -1,4 +1,4 @@
-"""What a reader follows: ampkit's own calls in one iteration, the files they are in, and the moves from file to file.
+"""The path of a reader: ampkit's own calls in one iteration, the files they are in, and the moves from file to file.
 
     python benchmarks/flow.py [--levels O1,O2,O5] [--list]
 
@@ -23,7 +23,7 @@ PACKAGE = os.path.dirname(os.path.abspath(ampkit.__file__)) + os.sep
 
 
 class Flow(NamedTuple):
-    """Calls of one iteration, and what `--list` shows of them."""
+    """The calls of one iteration, and the lines that `--list` prints."""
 
     calls: int
     files: int
@@ -32,7 +32,7 @@ class Flow(NamedTuple):
 
 
 def flow(level: str) -> Flow:
-    """Trace the fourth iteration at one level; everything is closed again afterwards."""
+    """Trace the fourth iteration at one level, and close the session afterwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""How often something that runs hands a value from a tensor to the host, which on a GPU is a wait for it."""
+"""The number of times that code reads a value from a tensor on the host, each of which waits for a GPU."""
 
 import warnings
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Reads(TorchDispatchMode):
-    """Counts operations that hand values of a tensor to the host."""
+    """A mode that counts operations that read values of a tensor on the host."""
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ LARGEST_MMAP_THRESHOLD = 1 << 25
 
 
 def keep_freed_memory():
-    """For this process, from now on; without effect where the C library is another one than glibc."""
+    """Keep freed memory in this process from now on; without effect if the C library is not glibc."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

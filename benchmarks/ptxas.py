@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels: registers, shared memory, spilled bytes, occupancy and instructions of each, without a GPU.
+"""The CUDA kernels as nvcc compiles them: registers, shared memory, spilled bytes, occupancy and instructions, without a GPU.
 
 python benchmarks/ptxas.py [--arch sm_90] [KERNEL ...]     only kernels whose name contains one of these words
 
@@ -46,7 +46,7 @@ def command_for(
 
 
 class Used(NamedTuple):
-    """What ptxas says of a kernel."""
+    """The resources of a kernel, as ptxas prints them."""
 
     registers: int  # of a thread
     shared: int  # bytes of a block
@@ -67,7 +67,7 @@ class Used(NamedTuple):
 
 
 def used(said: str) -> dict[str, Used]:
-    """By the mangled names of kernels, what ``ptxas -v`` has said."""
+    """The resources of kernels by their mangled names, from the text of ``ptxas -v``."""
     return {
         name: Used(int(registers), int(shared or 0), int(stores), int(loads))
         for name, stores, loads, registers, shared in USED.findall(said)
@@ -75,12 +75,12 @@ def used(said: str) -> dict[str, Used]:
 
 
 def cuobjdump() -> str:
-    found = shutil.which("cuobjdump")
-    if found is None:
+    path = shutil.which("cuobjdump")
+    if path is None:
         import triton
 
-        found = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-    return found
+        path = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    return path
 
 
 #: csrc/tensor_lists.h, `DType`.
@@ -136,16 +136,16 @@ def main() -> None:
     arguments = parser.parse_args()
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        rows = [row for found in pool.map(lambda one: rows_of(one, arguments.arch), sources) for row in found]
+        rows = [row for part in pool.map(lambda source: rows_of(source, arguments.arch), sources) for row in part]
     print(
         "| kernel | its table | registers | shared memory | spill stores, loads | occupancy | instructions "
         "| longest loop | memory in it |\n" + "|---" * 9 + "|"
     )
-    for name, one, count, loop, memory in sorted(rows):
+    for name, cost, count, loop, memory in sorted(rows):
         if not arguments.kernels or any(word in name for word in arguments.kernels):
-            occupancy = one.occupancy(arguments.arch)
+            occupancy = cost.occupancy(arguments.arch)
             print(
-                f"| {name} | {one.registers} | {one.shared} | {one.stores}, {one.loads} | {occupancy:.0%} "
+                f"| {name} | {cost.registers} | {cost.shared} | {cost.stores}, {cost.loads} | {occupancy:.0%} "
                 f"| {count} | {loop} | {memory} |"
             )
 

@@ -1,4 +1,4 @@
-"""Results of long runs in a file of JSON lines: a run that is there is not done again."""
+"""Results of long runs in a file of JSON lines: a run whose result is there is not done again."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ class Results:
             self.known = {tuple(line["run"]): line["result"] for line in lines}
 
     def get(self, key, run):
-        """The result under ``key``, a tuple of strings and numbers; what ``run()`` returns where there is none."""
+        """The result under ``key``, a tuple of strings and numbers; without one, that of ``run()``."""
         if key not in self.known:
             self.known[key] = run()
             if self.path:

@@ -141,7 +141,7 @@ def final_loss(way, seed, args):
     return statistics.mean(losses), max((norm.float() - 1).abs().max().item() for norm in norms)
 
 
-def run_loss(name, way, args, found):
+def run_loss(name, way, args, results):
     known = Results(args.results)
     setting = (args.steps, args.width, args.layers, args.batch, args.lr)
     with fast_enough():
@@ -150,8 +150,8 @@ def run_loss(name, way, args, found):
             for seed in range(args.seeds)
         ]
     losses, moved = zip(*runs)
-    found[name] = losses
-    ratios = [100 * (loss / first - 1) for loss, first in zip(losses, found.get("torch, float32", ()))]
+    results[name] = losses
+    ratios = [100 * (loss / first - 1) for loss, first in zip(losses, results.get("torch, float32", ()))]
     far = f"{statistics.mean(ratios):+.2f}% ({min(ratios):+.2f} to {max(ratios):+.2f})" if ratios else ""
     return f"{statistics.mean(losses):.4f} | {far} | {max(moved):.4f}"
 
@@ -164,17 +164,17 @@ def parts(tensor):
 
 
 def held():
-    """Bytes of all tensors of more than 1,000 elements that live; each memory once."""
+    """Bytes of all live tensors of more than 1,000 elements; each storage counts once."""
     gc.collect()
     storages = {}
-    for one in gc.get_objects():
-        if isinstance(one, torch.Tensor) and one.numel() > 1000:
-            for part in parts(one) + ([] if one.grad is None else parts(one.grad)) if one.is_leaf else parts(one):
+    for x in gc.get_objects():
+        if isinstance(x, torch.Tensor) and x.numel() > 1000:
+            for part in parts(x) + ([] if x.grad is None else parts(x.grad)) if x.is_leaf else parts(x):
                 storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
 
 
-def run_bytes(name, way, args, found):
+def run_bytes(name, way, args, results):
     torch.manual_seed(0)
     before = held()
     model = gpt(args, 8192, way)
@@ -183,7 +183,7 @@ def run_bytes(name, way, args, found):
 
     def note(_):
         nonlocal most
-        most = max(most, sum(one.grad.nbytes for one in params if one.grad is not None))
+        most = max(most, sum(param.grad.nbytes for param in params if param.grad is not None))
 
     for param in params:
         param.register_post_accumulate_grad_hook(note)
@@ -197,7 +197,7 @@ def run_bytes(name, way, args, found):
     return f"{after / count:.2f} | {(after + most) / count:.2f}"
 
 
-def run_time(name, way, args, found):
+def run_time(name, way, args, results):
     """Make the optimizer ready to step; `print_times` times all of them in turns."""
     model = gpt(args, 50257, way)
     optimizer = way.make(model.parameters(), 1e-4)
@@ -205,14 +205,14 @@ def run_time(name, way, args, found):
         for param in model.parameters():
             param.grad = torch.randn_like(param) * 1e-3
         optimizer.step()
-        found[name] = optimizer
+        results[name] = optimizer
 
 
-def print_times(found, rounds=11):
-    """A row for each optimizer: the median of its steps, and of their ratio to the float32 step of the same turn."""
-    times = {name: [] for name in found}
+def print_times(results, rounds=11):
+    """Print a row for each optimizer: the median of its steps, and of their ratio to the float32 step of the same turn."""
+    times = {name: [] for name in results}
     for _ in range(rounds):
-        for name, optimizer in found.items():
+        for name, optimizer in results.items():
             begin = time.perf_counter()
             optimizer.step()
             times[name].append(time.perf_counter() - begin)
@@ -247,18 +247,18 @@ def main():
         setattr(args, name, getattr(args, name) or value)
     torch.set_num_threads(args.threads)
     print(f"| optimizer | {columns} |\n|---{'|---' * (1 + columns.count('|'))}|")
-    found = {}
+    results = {}
     for name in args.only:
         warnings.simplefilter("ignore")
         try:
-            row = run(name, WAYS[name], args, found)
+            row = run(name, WAYS[name], args, results)
         except (ImportError, RuntimeError, NotImplementedError, AttributeError) as error:
             print(f"| {name} | left out: {str(error).splitlines()[0][:100]} |", flush=True)
             continue
         if row is not None:
             print(f"| {name} | {row} |", flush=True)
     if args.command == "time":
-        print_times(found)
+        print_times(results)
 
 
 if __name__ == "__main__":

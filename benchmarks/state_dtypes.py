@@ -1,4 +1,4 @@
-"""What FusedAdam's state in 8 bits, or in bfloat16, costs in loss: a small GPT, 500 steps at O5, beside state in float32.
+"""The loss with FusedAdam's state in 8 bits or in bfloat16, beside state in float32: a small GPT, 500 steps at O5.
 
     python benchmarks/state_dtypes.py [--seeds 3] [--steps 500] [--level O5]
 

@@ -15,7 +15,7 @@ FORWARD = 1 / 3  # of the compute; the backward pass takes twice the forward's o
 
 @dataclass
 class Link:
-    """``speed`` is that of one GPU, in one direction, in bytes a second."""
+    """A link between GPUs. ``speed`` is that of one GPU, in one direction, in bytes a second."""
 
     name: str
     gpus: int
@@ -34,7 +34,7 @@ LINKS = [
 
 @dataclass
 class Work:
-    """What one GPU does in a step: ``seconds`` of compute, on parameters of which ``norms`` stay float32 at O2 and O5."""
+    """The work of one GPU in a step: ``seconds`` of compute, on parameters of which ``norms`` stay float32 at O2 and O5."""
 
     name: str
     params: float
@@ -73,11 +73,11 @@ WRAPPERS = {
 
 def waited(work: Work, wrapper: str, gpus: int, speed: float) -> float:
     """Seconds of a step in which the GPU waits for what is sent."""
-    share = (gpus - 1) / gpus  # what a ring sends from each GPU, once through
+    share = (gpus - 1) / gpus  # the share that a ring sends from each GPU, once through
     forward, backward = FORWARD * work.seconds, (1 - FORWARD) * work.seconds
 
     def seconds(size: int) -> float:
-        """To send this many bytes for each parameter; norms are float32 in any case."""
+        """Seconds to send this many bytes for each parameter; norms are float32 in any case."""
         return share * (size * (work.params - work.norms) + 4 * work.norms) / (REACHED * speed)
 
     sizes = WRAPPERS[wrapper]
@@ -88,7 +88,7 @@ def waited(work: Work, wrapper: str, gpus: int, speed: float) -> float:
 
 
 def speed_needed(work: Work, wrapper: str) -> float:
-    """Bytes a second of a link behind which everything hides, for any number of GPUs."""
+    """The speed of a link, in bytes a second, at which nothing is waited for, with any number of GPUs."""
     slow, fast = 1e6, 1e13
     for _ in range(60):
         middle = (slow * fast) ** 0.5
@@ -97,7 +97,7 @@ def speed_needed(work: Work, wrapper: str) -> float:
 
 
 def tables(works: list[Work] = WORKS[1::2]) -> str:
-    """One table for each work, by default those with little of it on each GPU.
+    """Tables, one for each work; by default for those with little work on each GPU.
 
     A cell is the step, and how much of it is compute; bold where waiting takes more than half.
     """

@@ -1,12 +1,12 @@
-"""Planted troubles, as strangers write them, and healthy scripts: what ampkit's tools say of each, in six ways of training.
+"""Planted troubles, as strangers write them, and healthy scripts: the reports of ampkit's tools, in six ways of training.
 
-What is not finite is for `ampkit diagnose`, a model that does not move for `ampkit check`, a slow script for `ampkit record`.
+Non-finite values are for `ampkit diagnose`, a model that does not move for `ampkit check`, a slow script for `ampkit record`.
 Whether a script is in trouble is read off a plain run, without these: a loss, or a weight, that is not finite, an exception,
 weights that stand still, a loss that is a hundred times those before, or a loss scale that falls in each of the last iterations;
 the named parameter that has not moved; or
-what a count of operators shows: products in float32 or of odd sizes, float64, numbers that are read. Then the tool has to name
-the marked line, or the parameter, the kind and the cure, and the script with the cure in its place has to be healthy; where the
-plain run is healthy, the tool has to find nothing.
+the count of operators: products in float32 or of odd sizes, float64, numbers that are read. Then the tool has to name the marked
+line, or the parameter, the kind and the cure, and the script with the cure in its place has to be healthy. If the plain run is
+healthy, the tool has to report nothing.
 
     python benchmarks/troubles.py                     # all, some minutes on one core
     python benchmarks/troubles.py --only "log of p"   # troubles whose names have these words
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch._dynamo  # each run is a fork of this process: what it needs is imported here, once
+import torch._dynamo  # each run is a fork of this process: its modules are imported here, once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
@@ -37,7 +37,7 @@ import ampkit.insight.record.advice
 import ampkit.insight.record.command
 from ampkit.__main__ import main as ampkit_main
 
-#: How a script is set up, and what one iteration is.
+#: The setup of a script, and its iteration.
 WAYS = {
     "plain": ("", "out = model(x)\nloss = loss_of(out, y)", "loss.backward()\n{clip}\noptimizer.step()"),
     "torch.amp": (
@@ -114,7 +114,7 @@ TRAINED = "trained = list(model.parameters())"
 
 @dataclass
 class Trouble:
-    """A script with ``line`` in the place of ``{here}`` in one of its parts; ``cured`` stands there in the cured one.
+    """A script with ``line`` in place of ``{here}`` in one of its parts; the cured script has ``cured`` there.
 
     ``kind`` and ``cure`` are words that the tool has to print, ``also``
     another line that may be named, by the way of training. ``moves`` is
@@ -155,16 +155,16 @@ class Trouble:
         for name, part in parts.items():
             text = re.sub(
                 rf"^( *)(.*)\{{{name}\}}",
-                lambda found, part=part: "\n".join(
-                    found[1] + found[2] * (not i) + one for i, one in enumerate(part.split("\n"))
+                lambda match, part=part: "\n".join(
+                    match[1] + match[2] * (not i) + row for i, row in enumerate(part.split("\n"))
                 ),
                 text,
                 flags=re.M,
             )
         return re.sub(
             r"^( *)(.*)\{here\}",
-            lambda found: (
-                "\n".join(found[1] + found[2] * (not i) + one for i, one in enumerate(line.split("\n"))) + "  # here"
+            lambda match: (
+                "\n".join(match[1] + match[2] * (not i) + row for i, row in enumerate(line.split("\n"))) + "  # here"
             ),
             text,
             flags=re.M,
@@ -722,7 +722,7 @@ HEALTHY = {
 
 
 def forked(folder, call):
-    """What a call prints in a fork of this process, and its exit code."""
+    """Make a call in a fork of this process; return the printed text and the exit code."""
     path = Path(folder) / "printed"
     child = os.fork()
     if child == 0:
@@ -775,12 +775,12 @@ class Count(TorchDispatchMode):
 
 
 def in_optimizer():
-    """Whether torch's own optimizer, which keeps counts as tensors, runs."""
+    """Whether torch's own optimizer runs, which keeps counts as tensors."""
     return any(frame.filename.startswith(OPTIMIZERS) for frame in traceback.extract_stack())
 
 
 def plain(folder, text, trouble):
-    """Whether a script is healthy, and what it printed, run without any tool."""
+    """Run a script without any tool; return whether it is healthy, and the printed text."""
     path = Path(folder) / "script.py"
     path.write_text(text)
 
@@ -815,7 +815,7 @@ def lines_with(words, text):
 
 
 def judge(folder, trouble, way):
-    """``right``, ``healthy`` where nothing is wrong in this way and nothing was found, or what the tool got wrong."""
+    """Return ``right``, ``healthy`` if nothing is wrong in this way and nothing was reported, or the tool's mistake."""
     text = trouble.script(way, trouble.line)
     healthy, printed = plain(folder, text, trouble)
     said = tool(folder, text, trouble.tool)
@@ -847,7 +847,7 @@ NOT_TRAINED = re.compile(r"^not trained.*", re.M)
 
 
 def is_quiet(trouble, said):
-    """Whether the tools found nothing of what is not there."""
+    """Whether the tools report no trouble that is not there."""
     if trouble.tool == "record":
         return trouble.kind not in said
     if trouble.tool == "check":

@@ -10,14 +10,14 @@ import torch
 import ampkit
 from ampkit.optimizers import FusedAdam, FusedSGD
 
-# name: (torch's class, ampkit's, what both take, what ampkit's takes besides). FusedSGD clears gradients as torch does, not by
+# name: (torch's class, ampkit's, arguments of both, further arguments of ampkit's). FusedSGD clears gradients as torch does, not by
 # zeros as Apex did: these keep the gradients' memory through the forward pass.
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, FusedSGD, dict(lr=1e-2, momentum=0.9, weight_decay=1e-4), dict(set_grad_none=True)),
     "adam": (torch.optim.Adam, FusedAdam, dict(lr=2e-4, betas=(0.5, 0.999)), dict(adam_w_mode=False)),
     "adamw": (torch.optim.AdamW, FusedAdam, dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1), {}),
 }
-# name: (what computes in lower precision, whether the optimizer is ampkit's)
+# name: (the way of computing in lower precision, whether the optimizer is ampkit's)
 WAYS = {
     "float32": (None, False),
     "autocast": ("autocast", False),
@@ -61,7 +61,7 @@ class Float32:
         optimizer.step()
 
     def end(self):
-        """All optimizers have made their step."""
+        """End the iteration, after all optimizers have made their step."""
 
 
 class Autocast(Float32):

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 
 class Precision(NamedTuple):
-    """One row of a table: what the model is stored in, what computes in bfloat16, whose AdamW steps."""
+    """A row of a table: the model's stored dtype, the way of computing in bfloat16, and the AdamW that steps."""
 
     stored: torch.dtype = torch.float32
     level: str | None = None
@@ -85,7 +85,7 @@ class Training:
 
 
 def rate(step, steps, warm_up):
-    """Up in a line for ``warm_up`` steps, then down to 0 in a cosine."""
+    """The learning rate: up in a line for ``warm_up`` steps, then down to 0 in a cosine."""
     if step < warm_up:
         return (step + 1) / warm_up
     return (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) / 2

@@ -1,4 +1,4 @@
-"""Builds the library ampkit_emulated: csrc/cuda compiled for the host, see README.md beside this file.
+"""Build the library ampkit_emulated: csrc/cuda compiled for the host, see README.md beside this file.
 
 python tests/emulation/build.py build/emulation [--address-sanitizer]
 """
@@ -18,7 +18,7 @@ ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 MODULE = "ampkit_emulated"
 
-# What no macro can stand for. Each keeps to its line, so that messages name the lines of the originals.
+# Replacements that no macro can make. Each keeps to its line, so that messages name the lines of the originals.
 REWRITES = [
     # kernel<<<blocks, threads, shared, stream>>>(arguments)
     (
@@ -32,7 +32,7 @@ REWRITES = [
     ),
     # Arguments of a kernel stay where the launch has put them.
     (re.compile(r"const __grid_constant__ (?P<type>[\w:<>, ]+?) (?P<name>\w+)(?=[,)])"), r"const \g<type>& \g<name>"),
-    # The page of registrations: these kernels take the place of those for the CPU. (Not on simulated devices.)
+    # The page of registrations: these kernels replace the CPU's. (Not on simulated devices.)
     (re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(ampkit, CUDA, (\w+)\)"), r"STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, \1)"),
     (re.compile(r"aoti_torch_device_type_cuda"), "aoti_torch_device_type_cpu"),
 ]
@@ -57,7 +57,7 @@ FLAGS = [
 
 
 def rewritten(source: Path, rewrites: list) -> str:
-    """A source of CUDA as C++."""
+    """Return a CUDA source as C++."""
     text = source.read_text()
     for pattern, replacement in rewrites:
         text = pattern.sub(replacement, text)
@@ -69,13 +69,13 @@ def rewritten(source: Path, rewrites: list) -> str:
 
 
 def write_sources(to: Path, rewrites: list) -> list[Path]:
-    """csrc/cuda as C++, and the files to compile: one that includes all kernels, since torch's headers take longest."""
-    for folder, found in (
+    """Write csrc/cuda as C++ and return the files to compile: one file includes all kernels, since torch's headers take longest."""
+    for folder, sources in (
         ("cuda", [*CSRC.glob("cuda/*"), HERE / "broken.cu"]),
         ("moments", CSRC.glob("moments/*.cuh")),
     ):
         (to / folder).mkdir(parents=True, exist_ok=True)
-        for source in found:
+        for source in sources:
             (to / folder / source.name).write_text(rewritten(source, rewrites))
     kernels = ["registration.cpp", *sorted(source.name for source in CSRC.glob("cuda/*.cu")), "broken.cu"]
     (to / "kernels.cpp").write_text("".join(f'#include "cuda/{name}"\n' for name in kernels))
@@ -89,7 +89,7 @@ def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besid
     torch_headers = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     headers = [f"-I{HERE / 'shadow'}", f"-I{HERE}", f"-I{to / 'sources'}", f"-I{CSRC}", *torch_headers]
     headers.append(f"-isystem{sysconfig.get_path('include')}")
-    # As setup.py has it: what of torch's stable ABI may be used.
+    # The version of torch's stable ABI, as in setup.py.
     target = re.search(r'TARGET_TORCH = "(\w+)"', (ROOT / "setup.py").read_text()).group(1)
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *extra, *shlex.split(os.environ.get("CFLAGS", ""))]
 

@@ -1,4 +1,4 @@
-"""The emulation itself: what it must not let through, and that the tests beside it do run on it."""
+"""The emulation itself: the faults that it must report, and that the tests beside it do run on it."""
 
 import faulthandler
 import os
@@ -12,7 +12,7 @@ from ampkit import kernels
 
 pytestmark = pytest.mark.emulated
 
-#: The kernels of broken.cu, and what is said of each before the process ends.
+#: The kernels of broken.cu, and the message about each before the process ends.
 BROKEN = {
     "barrier_missed": r"broken.cu:\d+: not all threads reach this barrier: thread 0 is here, thread 7 has ended",
     "two_barriers": r"broken.cu:\d+: not all threads reach this barrier: thread 0 is here, thread 32 is at a barrier",
@@ -39,7 +39,7 @@ def test_an_unknown_kernel_does_not_end_the_process(tmp_path):
 
 
 def launch_in_a_fork(name, log):
-    """The status with which a process ended that launched a kernel of broken.cu, and what it said."""
+    """Launch a kernel of broken.cu in a fork; return the exit status and the printed text."""
     import ampkit_emulated
 
     child = os.fork()
@@ -63,13 +63,13 @@ def test_the_operators_launch_emulated_kernels():
 
 
 def test_norms_do_not_hang_on_the_order_of_threads():
-    """Bit for bit, since sums are taken in one order: that of the elements, not that in which threads arrive."""
+    """Equal bit for bit, since sums have the order of the elements, not the order in which threads arrive."""
     import ampkit_emulated
 
     tensors = [torch.randn(size) for size in (70_001, 5, 131_072)]
-    found = []
+    results = []
     for seed in range(5):
         ampkit_emulated.seed(seed)
         norm, norms = kernels.multi_tensor_l2norm(tensors, per_tensor=True)
-        found.append((norm.item(), *norms.tolist()))
-    assert len(set(found)) == 1
+        results.append((norm.item(), *norms.tolist()))
+    assert len(set(results)) == 1

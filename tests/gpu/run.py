@@ -1,4 +1,4 @@
-"""What a machine with a GPU shows: `make gpu` builds there, runs the tests for CUDA, NVIDIA's checkers and the benchmarks.
+"""The checks for a machine with a GPU: `make gpu` builds there, runs the tests for CUDA, NVIDIA's checkers and the benchmarks.
 
     make gpu                          everything
     make gpu PART=tests               one of build, tests, sanitizer, bench
@@ -50,7 +50,7 @@ class Step:
 
 
 def test_files() -> list[str]:
-    """Those in which a test asks for a GPU, by the mark or by the fixture ``device``."""
+    """The test files in which a test asks for a GPU, by the mark or by the fixture ``device``."""
     asks = re.compile(r"mark\.cuda\b|^def test_.*\bdevice\b|^    .*\bdevice, monkeypatch\b", re.MULTILINE)
     files = (ROOT / "tests").glob("*/test_*.py")
     return sorted(str(path.relative_to(ROOT / "tests")) for path in files if asks.search(path.read_text()))
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def card_here() -> tuple[str | None, str]:
-    """The name of the GPU and its capability, as '9.0'; None and '' without one."""
+    """The name of the GPU and its capability, such as '9.0'; None and '' without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -143,7 +143,7 @@ def card_here() -> tuple[str | None, str]:
 
 
 def without_a_gpu(parts: list[str]) -> int:
-    """Builds for two cards, if the build is asked for, and says what cannot be done."""
+    """Build for two cards, if the build is asked for, and print what cannot be done."""
     import torch
 
     if torch.version.cuda is None:
@@ -179,7 +179,7 @@ def results_file(wish: str, card: str) -> Path:
 
 
 class Results:
-    """The file that results are written to, a section for each step; what it says of steps that have passed is believed."""
+    """The file of results, with a section for each step. Steps that it says have passed are not run again."""
 
     def __init__(self, path: Path, card: str) -> None:
         self.path = path
@@ -207,14 +207,14 @@ def description() -> str:
 
 
 def end_of(printed: str, count: int) -> str:
-    """The last lines; what compilers say of errors before them too, for much may follow it."""
+    """The last lines, and the compilers' error messages before them, since much output may follow an error."""
     lines = printed.strip().splitlines()
     errors = [line for line in lines[:-count] if re.search(r"\berror\b", line)]
     return "\n".join([*errors[:20], *lines[-count:]])
 
 
 def run_part(part: str, results: Results) -> bool:
-    """Runs the steps of a part that have not passed. Whether all of them now have."""
+    """Run the steps of a part that have not passed; return whether all of them have passed now."""
     began, passed = time.monotonic(), True
     for step in PARTS[part]:
         if not step.always and results.has_passed(step):
@@ -237,12 +237,12 @@ def run_part(part: str, results: Results) -> bool:
 
 
 def run_step(step: Step) -> tuple[int, str]:
-    """Its exit status and what it printed; pytest's 'nothing was collected' is no failure."""
+    """Run a step; return its exit status and the printed text. pytest's 'nothing was collected' is no failure."""
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     if home := os.environ.get("CUDA_HOME"):  # the nvcc on PATH may be a link, without compute-sanitizer beside it
         folders.append(str(Path(home) / "bin"))
     environment = {**os.environ, **step.environment, "PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
-    # A session of its own: what it has started ends with it, or compilers would go on and write into the next build.
+    # A session of its own: its children end with it, or compilers would go on and write into the next build.
     process = subprocess.Popen(
         ["bash", "-c", step.command],
         cwd=ROOT,

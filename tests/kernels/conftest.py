@@ -1,4 +1,4 @@
-"""The kernels share long lists out among threads, so they are tested on two, where all other tests have one."""
+"""The kernels divide long lists among threads, so they are tested on two threads; all other tests have one."""
 
 import pytest
 import torch

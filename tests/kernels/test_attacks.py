@@ -68,7 +68,7 @@ every_list = pytest.mark.parametrize("name, which", LISTS, ids=map("-".join, LIS
 
 
 def made(name, shapes=SHAPES, seed=0):
-    """Lists of this operator: positive numbers, and rests of all signs."""
+    """The lists of this operator: positive numbers, and rests of both signs."""
     generator = torch.Generator().manual_seed(seed)
     lists = {}
     for which, dtype in OPS[name].lists.items():
@@ -80,7 +80,7 @@ def made(name, shapes=SHAPES, seed=0):
 
 
 def run(name, lists, **more):
-    """What the operator returns, as a list of tensors; ``more`` are numbers and flags in the place of its own."""
+    """Call the operator and return its results as a list of tensors; ``more`` overrides its numbers and flags."""
     op, count = OPS[name], len(next(iter(lists.values())))
     returned = op.function(**lists, **{**op.more(count), **op.numbers, **more})
     return [] if returned is None else list(returned)
@@ -93,7 +93,7 @@ def copied(lists):
 
 
 def expected_of(name, lists):
-    """What lists hold afterwards, and what is returned: by the definition in plain torch, over contiguous copies."""
+    """The lists after the call, and its results: by the definition in plain torch, over contiguous copies."""
     plain, devices = copied(lists), backend.kernel_devices
     backend.kernel_devices = frozenset()
     try:
@@ -105,16 +105,16 @@ def expected_of(name, lists):
 def assert_right(name, lists, expected, returned):
     wanted, wanted_return = expected
     for which, tensors in lists.items():
-        for i, (found, one) in enumerate(zip(tensors, wanted[which], strict=True)):
+        for i, (tensor, reference) in enumerate(zip(tensors, wanted[which], strict=True)):
             torch.testing.assert_close(
-                found.contiguous(), one, rtol=2e-6, atol=1e-7, msg=lambda m, w=which, i=i: f"{w}[{i}]: {m}"
+                tensor.contiguous(), reference, rtol=2e-6, atol=1e-7, msg=lambda m, w=which, i=i: f"{w}[{i}]: {m}"
             )
-    for found, one in zip(returned, wanted_return, strict=True):
-        torch.testing.assert_close(found, one, rtol=2e-6, atol=0)
+    for tensor, reference in zip(returned, wanted_return, strict=True):
+        torch.testing.assert_close(tensor, reference, rtol=2e-6, atol=0)
 
 
 def assert_refused(name, lists, match, **more):
-    """An error that names what was wrong, and every value as it was."""
+    """Check that an error names the fault, and that every value is as it was."""
     readable = {
         which: [x for x in tensors if x.device.type == "cpu" and x.untyped_storage().size()]
         for which, tensors in lists.items()
@@ -129,7 +129,7 @@ def assert_refused(name, lists, match, **more):
 
 
 def said(name, which):
-    """What a list is called in an error: norms are found by another operator."""
+    """The name of a list in an error: another operator computes the norms."""
     return "inputs|tensors" if name == "l2norm" or (name, which) == ("novograd", "grads") else which
 
 
@@ -173,7 +173,7 @@ def test_an_allocation_that_fails_raises_what_torch_raises(through, monkeypatch)
 
 @every_op
 def test_a_tensor_may_stand_in_a_list_twice(name):
-    """In one that is only read."""
+    """The list is one that is only read."""
     lists = made(name)
     for which in set(lists) - set(OPS[name].written):
         lists[which][2] = lists[which][0]
@@ -256,7 +256,7 @@ def test_tensors_without_elements_are_nothing(name):
 @pytest.mark.cpu_kernels  # the emulation has one launch at a time
 @every_op
 def test_threads_may_call_at_once(name):
-    """Eight of them, each with lists of its own, of sizes that are shared out among threads too."""
+    """Eight threads, each with its own lists, of sizes that one call divides among threads too."""
     shapes = [(5,), (300, 301), (70_001,)] if name != "l2norm" else SHAPES
     cases = [made(name, shapes, seed) for seed in range(8)]
     expected, failures = [expected_of(name, lists) for lists in cases], []
@@ -277,7 +277,7 @@ def test_threads_may_call_at_once(name):
     assert not failures, failures[0]
 
 
-# But for NovoGrad's, which are read by torch, and torch reads what is freed.
+# But for NovoGrad's, which torch reads, and torch does not refuse freed memory.
 ONES = [one for one in (*FLAGS, *NUMBERS) if one[0] != "novograd"]
 
 

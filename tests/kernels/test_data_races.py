@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mutants.run import copy_of_project
 
-# Two threads write to the same outputs, past Python's lock: what has to be found.
+# Two threads write to the same outputs, without Python's lock: a race that must be reported.
 SHARED_OUTPUTS = """
 import threading, torch, ampkit
 outputs, start = [torch.zeros(20_000)], threading.Barrier(2)
@@ -22,7 +22,7 @@ threads = [threading.Thread(target=scale) for _ in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 """
-# glibc frees what belongs to a thread after the thread's last word to the sanitizer.
+# glibc frees a thread's memory after the thread has left the sanitizer.
 SUPPRESSED = "race:_dl_deallocate_tls\n"
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_kernels, pytest.mark.compiled("kernels")]
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cpu_kernels, pytest.mark.compiled("k
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-    """A function that runs Python in a copy of the project with sanitized kernels; returns the process, and what was reported."""
+    """A function that runs Python in a copy of the project with sanitized kernels; it returns the process and the reports."""
     sanitizer = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(sanitizer).is_absolute():
         pytest.skip("g++ has no ThreadSanitizer here")

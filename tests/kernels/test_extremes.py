@@ -1,4 +1,4 @@
-"""The kernels at the ends of what they take: past 2^31 bytes, ends of buffers, odd flags, tiny numbers, NaNs, many steps."""
+"""The kernels at the limits of their inputs: past 2^31 bytes, ends of buffers, odd flags, tiny numbers, NaNs, many steps."""
 
 import math
 import mmap
@@ -49,7 +49,7 @@ def test_a_launch_has_a_block_for_each_chunk_past_two_to_the_32_elements():
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
 def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device, op):
-    """Of every size around what a thread takes at once, with 64 guards before and after."""
+    """Every size around the number that a thread takes at once, with 64 guards before and after."""
     function, count = getattr(ops, f"multi_tensor_{op}"), 2 if op == "adam" else 1
     settings = ADAM if op == "adam" else dict(lr=0.1, momentum=0.9, step=3.0)
     for size in (1, 2, 3, 4, 5, 7, 8, 9, 15, 17, 255, 256, 257, 263):
@@ -60,8 +60,8 @@ def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device,
         sources = [grad, weight, *packed, rest]
         wholes = [torch.full((x.numel() + 128,), 77, dtype=x.dtype, device=device) for x in sources]
         inner = [whole[64 : 64 + x.numel()] for whole, x in zip(wholes, sources)]
-        for one, source in zip(inner, sources):
-            one.copy_(source)
+        for buffer, source in zip(inner, sources):
+            buffer.copy_(source)
         positions = torch.zeros(1, device=device)
         for how in ({}, dict(positions=positions, seed=3)):
             expected = [x.clone() for x in sources]
@@ -69,8 +69,8 @@ def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device,
                 function(*([x] for x in lists), **settings, **how)
             assert not torch.equal(expected[2], sources[2])
             assert all(map(torch.equal, inner, expected)), size
-            for one, source in zip(inner, sources):
-                one.copy_(source)
+            for buffer, source in zip(inner, sources):
+                buffer.copy_(source)
         assert all(bool((whole[:64] == 77).all()) and bool((whole[-64:] == 77).all()) for whole in wholes), size
 
 
@@ -79,7 +79,7 @@ def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device,
 
 @pytest.mark.parametrize("value", [2.0, -1.0, 1e-45, math.inf, math.nan])
 def test_whatever_is_not_zero_is_an_overflow(ops, device, value):
-    """Of a scale of 8, one clean iteration, one chance left, in the bits of int32 words."""
+    """The state is a scale of 8, one clean iteration and one chance left, in the bits of int32 words."""
     bits = torch.tensor([8.0]).view(torch.int32).item()
     state = torch.tensor([bits, 1, 1, 0, 0, 0, 9], dtype=torch.int32, device=device)
     ops.update_scale(state, torch.tensor([value], device=device))
@@ -90,7 +90,7 @@ def test_whatever_is_not_zero_is_an_overflow(ops, device, value):
 
 
 def test_tiny_numbers_are_not_zero(ops, device):
-    """Multiples of 2^-149, the least float32: what is computed of them is on the same grid, and exact."""
+    """Multiples of 2^-149, the least float32: results computed from them are on the same grid, and exact."""
     unit = 2.0**-149
     counts = torch.tensor([1.0, -2.0, 6.0, 1000.0, -(2.0**22), 2.0**23 + 2, 0.0], device=device).double()
     x, out = (counts * unit).float(), torch.empty(7, device=device)
@@ -125,7 +125,7 @@ def test_second_moments_below_the_least_normal_number_are_kept(ops, device):
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
 def test_under_numbers_drawn_nan_and_infinity_stay_what_they_are(ops, device, op):
-    """In weights and moments of bfloat16."""
+    """The values are weights and moments in bfloat16."""
     grads, params = torch.zeros(300, device=device), torch.ones(300, device=device, dtype=BF16)
     grads[::7], grads[1::7] = math.nan, math.inf
     states = [torch.full((300,), 0.5, device=device, dtype=BF16) for _ in range(2 if op == "adam" else 1)]

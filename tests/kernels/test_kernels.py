@@ -29,15 +29,15 @@ def random(size, dtype, device="cpu", spread=3.0):
 
 
 def rounded(x, dtype):
-    """A float64 result as the operators give it: rounded to float32, then to the output's dtype."""
+    """A float64 result as the operators return it: rounded to float32, then to the output's dtype."""
     return x.to(F32).to(dtype)
 
 
-def assert_same(found, expected):
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(0.0, 1.0, -1.0), expected.nan_to_num(0.0, 1.0, -1.0))
-    assert torch.equal(found.isinf(), expected.isinf())
+def assert_same(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(0.0, 1.0, -1.0), expected.nan_to_num(0.0, 1.0, -1.0))
+    assert torch.equal(actual.isinf(), expected.isinf())
 
 
 def test_assert_same_can_fail():
@@ -72,7 +72,7 @@ def test_axpby_rounds_each_float32_step(ops, device, dtypes):
 
 @pytest.mark.parametrize("dtype", (F16, BF16))
 def test_join_takes_any_rest_beside_any_weight(ops, device, dtype):
-    """Weights are not what the rests were made for: a script has written to them."""
+    """The rests were made for other weights: a script has written to them."""
     bits = torch.arange(-(2**15), 2**15)
     rests = torch.tensor([-(2**15), -(2**14) - 1, -(2**14), -1, 1, 2**14 - 1, 2**14, 2**15 - 1, 12345, -12345])
     bits, rests = (one.flatten() for one in torch.meshgrid(bits, rests, indexing="ij"))
@@ -136,7 +136,7 @@ def test_l2norm_of_a_long_tensor_keeps_its_digits(ops, device):
 
 
 def test_a_norm_in_plain_torch_is_few_launches_on_a_gpu():
-    """Piece by piece, as on the CPU, a weight of 65 M elements would be 16,000. The meta device stands for a GPU."""
+    """In pieces, as on the CPU, a weight of 65 M elements would take 16,000 launches. The meta device represents a GPU."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -201,12 +201,12 @@ def test_in_place(ops, device):
     x = [random(10_000, dtype, device) for dtype in KERNEL_DTYPES]  # more than a block takes at once
     expected = [rounded(t.double() * 0.75, t.dtype) for t in x]
     ops.multi_tensor_scale(x, x, 0.75)
-    for found, value in zip(x, expected):
-        assert_same(found, value)
+    for tensor, value in zip(x, expected):
+        assert_same(tensor, value)
     doubled = [(t.float() * 2).to(t.dtype) for t in x]
     ops.multi_tensor_axpby(x, x, x, 1.0, 1.0)
-    for found, value in zip(x, doubled):
-        assert_same(found, value)
+    for tensor, value in zip(x, doubled):
+        assert_same(tensor, value)
 
 
 def channels_last(device):
@@ -243,7 +243,7 @@ def test_layouts(ops, device, layout):
 
 
 def lying_like(tensor, dtype):
-    """Zeros with the strides of ``tensor``, but for repeated elements, which nothing can be written to."""
+    """Zeros with the strides of ``tensor``, but without repeated elements, which cannot be written to."""
     if any(stride == 0 for stride in tensor.stride()):
         return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
     place = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=dtype, device=tensor.device)
@@ -568,7 +568,7 @@ print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
 @pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("capability", others_slow("baseline", of=["baseline", "avx2", "avx512"]))
 def test_denormals_are_flushed_where_torch_flushes_them(capability):
-    """torch keeps float16's subnormals, which are normal in float32, and what it only copies."""
+    """torch keeps float16's subnormals, which are normal in float32, and values that it only copies."""
     script = """
 import torch
 from ampkit import kernels
@@ -713,14 +713,14 @@ def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high)
     state = scale_state(paper.scale, rule.hysteresis, device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
     skips = in_a_row = at_floor = 0
-    for found in [*bad, *[False] * 150]:
-        skips += found
-        in_a_row = in_a_row + 1 if found else 0
-        at_floor = at_floor + 1 if found and paper.scale <= low else 0
-        paper.after(found)
+    for overflow in [*bad, *[False] * 150]:
+        skips += overflow
+        in_a_row = in_a_row + 1 if overflow else 0
+        at_floor = at_floor + 1 if overflow and paper.scale <= low else 0
+        paper.after(overflow)
         returned = ops.update_scale(
             state,
-            torch.tensor([float(found)], device=device),
+            torch.tensor([float(overflow)], device=device),
             growth_factor=rule.growth_factor,
             backoff_factor=rule.backoff_factor,
             growth_interval=rule.growth_interval,
@@ -758,7 +758,7 @@ def scale_in(state):
 
 @pytest.mark.compiled("kernels")
 def test_kernels_on_the_cpu_wait_for_what_they_read():
-    """A copy from a GPU that nobody waits for has not arrived when the kernel reads it. What is on meta stands for a GPU's."""
+    """A copy from a GPU that is not waited for has not arrived when the kernel reads it. Tensors on meta represent a GPU's."""
     waited_for = []
 
     class Copies(torch.overrides.TorchFunctionMode):

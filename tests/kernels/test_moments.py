@@ -25,7 +25,7 @@ def draws(numel, seed=1, position=2, step=3, stream=0, device="cpu"):
 
 
 def spread(size, is_signed, octaves):
-    """Values all over so many octaves, with the largest in every block."""
+    """Values spread over so many octaves, with the largest in every block."""
     values = torch.rand(size).add(1.0) * 2.0 ** -(torch.rand(size) * octaves).floor()
     values[:: moments.BLOCK] = 2.0
     return values * torch.randn(size).sign() if is_signed else values
@@ -55,26 +55,26 @@ def test_by_numbers_drawn_a_value_becomes_a_neighbour_and_the_mean_is_right(is_s
     size = 2**16
     values = torch.full((size,), 1.05)
     values[:: moments.BLOCK] = 2.0
-    found = repacked(values, is_signed, drawn=draws(size))[values != 2.0]
-    assert found.unique().tolist() == [1.0, 1.125]
-    share = (found == 1.125).double().mean().item()
+    results = repacked(values, is_signed, drawn=draws(size))[values != 2.0]
+    assert results.unique().tolist() == [1.0, 1.125]
+    share = (results == 1.125).double().mean().item()
     # Five standard deviations of the mean of as many coins.
-    assert abs(share - 0.4) < 5 * math.sqrt(0.4 * 0.6 / found.numel())
+    assert abs(share - 0.4) < 5 * math.sqrt(0.4 * 0.6 / results.numel())
 
 
 def test_bfloat16_by_numbers_drawn_is_right_in_the_mean():
     size = 2**18
     for value, lower, upper in ((1.001, 1.0, 1.0078125), (-3e-5, None, None), (1e-40, None, None), (3.0, 3.0, 3.0)):
         values = torch.full((size,), value)
-        found = moments.to_bfloat16(values, draws(size)).double()
-        neighbours = found.unique().tolist()
+        results = moments.to_bfloat16(values, draws(size)).double()
+        neighbours = results.unique().tolist()
         assert len(neighbours) == (1 if lower == upper and lower is not None else 2)
         if lower is not None:
             assert neighbours == sorted({lower, upper})
         gap = neighbours[-1] - neighbours[0]
         assert neighbours[0] <= values[0].double() <= neighbours[-1]
         assert gap <= max(abs(values[0].item()) * 2**-7, 2.0**-133)
-        assert (found.mean() - values[0].double()).abs() <= 5 * gap / 2 / math.sqrt(size)
+        assert (results.mean() - values[0].double()).abs() <= 5 * gap / 2 / math.sqrt(size)
 
 
 def test_bfloat16_by_numbers_drawn_keeps_what_is_not_finite_and_makes_nothing_so():
@@ -159,7 +159,7 @@ def test_numbers_drawn_hang_on_seed_step_position_list_and_element():
 
 
 def test_four_numbers_of_one_word_are_as_good_as_four_words():
-    """Each is as likely to be large as any, beside whatever the others are: by the 8 bits that decide in rounding."""
+    """Each is as likely to be large as any, whatever the others are: judged by the 8 bits that decide in rounding."""
     size = 2**18
     deciding = (draws(size) >> 12 & 0xFF).view(-1, 4).double() / 255 - 0.5
     # The mean and the variance of whole numbers from 0 to 255, in units of 255; five standard deviations of their means.
@@ -192,7 +192,7 @@ LONG = (1, 3, 0, 17, 255, 256, 257, 1025, 65_536 + 700)
 
 
 class Step:
-    """One step with packed moments, and what it has to be: that with float32 moments, packed."""
+    """A step with packed moments, and its expected result: the step with float32 moments, packed."""
 
     def __init__(self, op, shapes, params=F32, lower=None, device="cpu"):
         self.op, self.states = op, 2 if op == "adam" else 1
@@ -210,7 +210,7 @@ class Step:
         function(self.grads, self.params, *states, self.lower, **settings, **how)
 
     def expected(self, drawn_from=None, round_params=False, **how):
-        """What `run` has to write; ``drawn_from``: the seed of numbers drawn."""
+        """The values that `run` has to write; ``drawn_from`` is the seed of the random numbers."""
         number = lambda stream, i, x: (  # noqa: E731
             None
             if drawn_from is None
@@ -275,13 +275,13 @@ def test_a_step_over_values_of_all_classes_packs_what_it_would_write_in_float32(
         inv_scale = torch.full((1,), factor, device=device)
         expected = step.expected(drawn_from=5 if drawn else None, inv_scale=inv_scale)
         step.run(inv_scale=inv_scale, **(dict(positions=step.positions, seed=5) if drawn else {}))
-        for i, (one, other) in enumerate(zip(step.written(), expected, strict=True)):
-            if one.dtype is torch.uint8:  # bit for bit, but for the sign of a NaN, which means nothing
+        for i, (a, b) in enumerate(zip(step.written(), expected, strict=True)):
+            if a.dtype is torch.uint8:  # bit for bit, but for the sign of a NaN, which means nothing
                 size = step.params[i % 2].shape
-                assert torch.equal(one[-4:], other[-4:])  # the last block's scale, though lanes lie beyond its end
-                one, other = (moments.unpack(x, size, i < 4) for x in (one, other))
-            assert one.isnan().any() or factor == 1.0
-            assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one[~one.isnan()], other[~other.isnan()])
+                assert torch.equal(a[-4:], b[-4:])  # the last block's scale, though lanes lie beyond its end
+                a, b = (moments.unpack(x, size, i < 4) for x in (a, b))
+            assert a.isnan().any() or factor == 1.0
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])
 
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
@@ -295,7 +295,7 @@ def test_parameters_in_bfloat16_are_rounded_by_numbers_drawn(ops, device, op):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", ["adam", "sgd"])
 def test_weights_with_rests_and_packed_moments_in_one_step(ops, device, op, dtype):
-    """As float32 parameters with packed moments, split afterwards; a rest is never rounded by numbers drawn."""
+    """Equal to float32 parameters with packed moments, split afterwards; a rest is never rounded at random."""
     step = Step(op, [(n,) for n in LONG], device=device)
     halves = [split(p, dtype) for p in step.params]
     step.params = [join(weight, rest) for weight, rest in halves]
@@ -394,7 +394,7 @@ def test_float64_parameters_join_a_list_of_packed_moments(ops, device, monkeypat
 
 
 def fingerprint():
-    """A number that hangs on every bit of what steps with packed moments write; see test_step_kernels.py."""
+    """A number that depends on every bit that steps with packed moments write; see test_step_kernels.py."""
     torch.manual_seed(0)
     total = 0
     for op in ("adam", "sgd"):

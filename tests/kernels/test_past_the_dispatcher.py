@@ -1,4 +1,4 @@
-"""Operators are called without torch's dispatcher where nobody needs to be told (csrc/direct.h), and through it elsewhere."""
+"""Operators bypass torch's dispatcher where no mode or subclass needs to see the call (csrc/direct.h); elsewhere they do not."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def scale_directly(inputs, outputs, scale=0.5, written=WRITES_OUTPUTS):
 
 
 class Weight(torch.nn.Parameter):
-    """One that is told of no functions, as torch's own is not."""
+    """A subclass that handles no functions, as torch's Parameter does not."""
 
 
 class Heard(TorchDispatchMode):
@@ -104,7 +104,7 @@ def test_whoever_listens_hears_of_operators():
 
 
 def test_errors_are_the_operators_own():
-    """What the operator refuses is left to whoever may compute it, or else says why."""
+    """Inputs that the operator refuses return NotImplemented, or raise an error that says why."""
     assert scale_directly([torch.ones(3)], []) is NotImplemented
     with pytest.raises(RuntimeError, match=r"^multi_tensor_scale: inputs has 1 tensors, outputs has 0"):
         kernels.multi_tensor_scale([torch.ones(3)], [], 0.5)
@@ -116,7 +116,7 @@ def test_errors_are_the_operators_own():
 
 @pytest.mark.parametrize("directly", [True, False])
 def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly, monkeypatch):
-    """As of a launch, which is checked after it: what was to be done may be done by then."""
+    """For example the error of a launch, which is checked afterwards: the work may be done by then."""
     done = []
 
     def work(*args, **kwargs):

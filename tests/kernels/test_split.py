@@ -63,14 +63,14 @@ def weights_on_paper(x, dtype):
 
 
 def assert_split(values, dtype):
-    """What a split keeps of each value, from arithmetic in float64."""
+    """Check the values that a split keeps, by arithmetic in float64."""
     weights, rests = kernels.split(values, dtype)
     together = kernels.join(weights, rests)
     assert weights.dtype is dtype and rests.dtype is I16 and together.dtype is F32
     x, sign = values.double().abs().clamp(max=LARGEST[dtype]), torch.signbit(values)
     finite = values.isfinite()
     expected = weights_on_paper(together.double().abs() if dtype is F16 else x, dtype)
-    if dtype is F16:  # beside 0 a rest would not count: what is not 0 stands beside the least weight
+    if dtype is F16:  # a rest beside 0 would not count: a value that is not 0 has the least weight instead
         expected = torch.where((expected == 0) & (x >= 2.0**-40), 2.0**-24, expected)
     assert torch.equal(weights.double().abs()[finite], expected[finite])
     error = (together.double().abs() - x).abs()[finite]
@@ -103,7 +103,7 @@ PARTS = 8
 @pytest.mark.parametrize("part", range(PARTS))
 @LOWER
 def test_every_bit_pattern(dtype, part):
-    """All 2^32, in pieces that stay in a cache: that is five times as fast as pieces that do not."""
+    """All 2^32 patterns, in pieces that fit into a cache: five times as fast as pieces that do not."""
     size, piece = 2**32 // PARTS, 2**16
     for start in range(part * size, (part + 1) * size, piece):
         assert_split(values_of(torch.arange(start, start + piece)), dtype)
@@ -147,7 +147,7 @@ def test_the_operators_refuse_what_is_no_weight_or_rest(ops, device):
 
 @LOWER
 def test_what_is_written_over_a_weight_is_what_both_together_round_to(dtype):
-    """A write that nobody noticed leaves a rest of another value: within half a unit of the last place."""
+    """An unnoticed write leaves the rest of another value: the result is within half a unit of the last place."""
     rests = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(I16)
     for written in (0.0, -0.0, 1.0, -1.5, 2.0**-14, 2.0**-15, 3 * 2.0**-24, 1e-30, -6e4):
         weights = torch.full(rests.shape, written).to(dtype)
@@ -182,7 +182,7 @@ def take_step(ops, name, grads, params, states, lower, **more):
 
 
 def beside_masters(ops, name, values, grads, dtype, layout=torch.clone, **more):
-    """One step of weights with rests, and one of the same in float32 from the same states: bit for bit, also in what they leave."""
+    """Compare a step of weights with rests with the same step in float32, from the same states: bit for bit, states too."""
     states = [[torch.rand_like(x) + 0.1 for x in values] for _ in range(2)]
     twins = [[x.clone() for x in state] for state in states]
     split = [kernels.split(x, dtype) for x in values]
@@ -209,7 +209,7 @@ def test_a_step_of_weights_with_rests_is_that_of_their_float32_values(ops, devic
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_every_class_of_values_goes_through_a_step(ops, device, dtype):
-    """Ties, carries into the exponent, subnormals, infinities and NaNs, and what a step of nothing leaves of them."""
+    """Ties, carries into the exponent, subnormals, infinities and NaNs, and their values after a step that changes nothing."""
     patterns = chosen_patterns()
     values = values_of(patterns[torch.randperm(len(patterns))[:200_003]]).to(device)
     beside_masters(ops, "sgd", [values], [torch.zeros_like(values)], dtype, lr=0.0)

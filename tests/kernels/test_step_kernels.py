@@ -126,7 +126,7 @@ EPSILON = {F32: 2**-24, F16: 2**-11, BF16: 2**-8, F64: 2**-53}
 
 @dataclass
 class Lists:
-    """What one step is given, and its twin in float64."""
+    """The arguments of one step, and their float64 copies."""
 
     grads: list
     params: list
@@ -175,7 +175,7 @@ def run_wide(name, lists, factor=1.0):
 
 
 def assert_agrees(lists, slack=24):
-    """Parameters and states are float64's, off by the rounding of a dozen float32 steps and of their own dtype."""
+    """Check that parameters and states are float64's, up to the rounding of a dozen float32 steps and of their own dtype."""
     for p, *states, (_, wide_p, *wide_states) in zip(lists.params, *lists.states, lists.wide, strict=True):
         for found, wanted in zip((p, *states), (wide_p, *wide_states), strict=True):
             eps = slack * EPSILON[F32] + (EPSILON[found.dtype] if found.dtype is not F32 else 0.0)
@@ -225,7 +225,7 @@ def test_lamb_moves_tensors_without_a_norm_as_adam_does(ops, device):
 
 @pytest.mark.parametrize("size", [1, 5, 7, 9, 17, 1027, 65_539])
 def test_lamb_divides_nothing_beyond_the_end(ops, device, size):
-    """Where eps is 0, what a thread takes beyond a tensor would be 0 / 0."""
+    """With eps 0, the elements that a thread takes beyond the end of a tensor would be 0 / 0."""
     lists = make_lists([(size,)], MIXES["float32"], 2, device)
     run_step(ops, "lamb", lists, weight_decay=0.0, eps=0.0)
     settings = {k: x for k, x in ADAM.items() if k != "lr"} | {"eps": 0.0}
@@ -237,7 +237,7 @@ def test_lamb_divides_nothing_beyond_the_end(ops, device, size):
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_lambs_direction_is_of_the_moments_before_they_are_rounded(ops, device, dtype):
-    """Where all elements are rounded alike, one of the rounded moments is off by as much: 2^-9 in bfloat16."""
+    """If all elements are rounded alike, the error of a rounded moment is that of each element: 2^-9 in bfloat16."""
     g, p = torch.full((1000,), 1.01, device=device), torch.randn(1000, device=device)
     m, v = (torch.full((1000,), value, device=device).to(dtype) for value in (1.0, 2.0**-8))
     expected, *states = (x.cpu().double() for x in (p, m, v))
@@ -277,7 +277,7 @@ def test_gradients_are_unscaled_and_clipped_by_numbers_of_either_kind(ops, devic
 @pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("value", [1.0, 2.0, -1.0, 1e-45, math.inf, math.nan])
 def test_found_inf_forbids_every_write(ops, device, value, name):
-    """Whatever is not zero does."""
+    """Every value but zero forbids it."""
     lists = make_lists(SIZES, MIXES["bfloat16 masters"], STEPS[name][2], device)
     before = [t.clone() for t in (*lists.written(), lists.vector)]
     lists.grads[-1][-1] = float("nan")
@@ -370,7 +370,7 @@ def test_float64_parameters_join_the_list(ops, device, name):
 @pytest.mark.parametrize("odd", ["gradient", "parameter"])
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_one_tensor_of_another_dtype_than_those_before_it(ops, device, name, odd):
-    """Kernels are compiled for the dtypes that most lists have throughout: every tensor has to be looked at."""
+    """Kernels are compiled for lists of a single dtype each: every tensor's dtype has to be checked."""
     lists = make_lists([(5,), (300,), (17,)], MIXES["float32"], STEPS[name][2], device)
     column = lists.grads if odd == "gradient" else lists.params
     column[2] = column[2].to(BF16)
@@ -437,7 +437,7 @@ def test_versions_of_all_that_is_written_move_and_no_others(ops, device):
 @pytest.mark.parametrize("tensors", [False, True], ids=["floats", "tensors"])
 @pytest.mark.parametrize("name", ["sgd", *ONE_EACH])
 def test_opcheck(device, name, tensors):
-    """The arguments that the operator is given, recorded and checked."""
+    """Record the arguments of the operator, and check them."""
     if device.type == "cuda" and not kernels.implementation().cuda:
         pytest.skip("no CUDA kernels")
     op, _, states, _, settings = STEPS[name]
@@ -513,7 +513,7 @@ def test_every_instruction_set_gives_the_same_bits(capability):
 
 
 def fingerprint():
-    """A number that hangs on every bit that the steps write."""
+    """A number that depends on every bit that the steps write."""
     torch.manual_seed(0)
     total = 0
     for name, mix in itertools.product(STEPS, ("float16 masters", "all bfloat16")):

@@ -1,4 +1,4 @@
-"""Plants faults in copies of the project, one at a time, and tells which of them the tests notice.
+"""Plant faults in copies of the project, one at a time, and report which of them the tests notice.
 
     make mutants                             about 20 minutes on two cores
     make mutants MINUTES=60 SEED=3           a longer sample, and another one

@@ -14,7 +14,7 @@ TABLES = Path(__file__).parent
 
 
 class StaleRow(Exception):
-    """The place that a row of promises.toml names is not there exactly once."""
+    """An error for a row of promises.toml whose place is not there exactly once."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fault:
 
 
 def replacement(file: str, source: str, node: ast.expr | ast.stmt, new: str, **more) -> Fault:
-    """The fault that has ``new`` in the place of ``node``; "" drops a statement."""
+    """The fault that replaces ``node`` by ``new``; "" drops a statement."""
     lines = [0]
     for line in source.encode().splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -76,7 +76,7 @@ def rows(table: str = "promises") -> list[dict]:
 
 
 def named(row: dict, folder: Path) -> Fault:
-    """The fault of a row of promises.toml, in the project in ``folder``; `StaleRow` where the place is not there once."""
+    """Return the fault of a row of promises.toml, in the project in ``folder``; raise `StaleRow` if its place is not there once."""
     file, _, function = row["where"].partition("::")
     source = (folder / file).read_text() if (folder / file).exists() else ""
     more = {

@@ -1,4 +1,4 @@
-"""Runs pytest in forks of this process, which has imported torch but nothing of ampkit: that saves three seconds each time."""
+"""Run pytest in forks of this process, which has imported torch but nothing of ampkit: that saves three seconds each time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKERS = min(2, os.cpu_count() or 1)
 
 @dataclass
 class Job:
-    """One run of pytest in ``folder``; ``before`` plants a fault there, and ``after`` takes it out."""
+    """A run of pytest in ``folder``; ``before`` plants a fault there, and ``after`` removes it."""
 
     tests: list[str]
     folder: Path
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What came of a job: pytest's exit status, the first test that failed, and all that was printed."""
+    """The result of a job: pytest's exit status, the first test that failed, and the printed text."""
 
     status: int
     failed: str
@@ -46,7 +46,7 @@ class Result:
 
 
 def run_all(jobs: Iterator[Callable[[int], Job]], logs: Path, report: Callable[[int, Result], None]) -> None:
-    """`WORKERS` at a time. A job is made when its turn comes, by a function of the worker's number."""
+    """Run all jobs, `WORKERS` at a time. A job is made when its turn comes, by a function of the worker's number."""
     waiting = enumerate(jobs)
     running: dict[int, tuple[int, Job, int, Path, float]] = {}
     try:
@@ -71,7 +71,7 @@ def run_all(jobs: Iterator[Callable[[int], Job]], logs: Path, report: Callable[[
 
 
 def _start(job: Job, log: Path) -> int:
-    """Fork, and run pytest in the child; returns its process id."""
+    """Fork, and run pytest in the child; return its process id."""
     job.before()
     process = os.fork()
     if process:
@@ -93,8 +93,8 @@ def _run_pytest(job: Job) -> int:
     os.environ |= {"AMPKIT_EXTENSION": job.extension, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(job.folder)}
     os.environ |= job.environment
     torch.set_num_threads(1)
-    ours = (ROOT, ROOT / "tests")
-    sys.path[:] = [str(job.folder), *(path for path in sys.path if Path(path).resolve() not in ours)]
+    checkout = (ROOT, ROOT / "tests")
+    sys.path[:] = [str(job.folder), *(path for path in sys.path if Path(path).resolve() not in checkout)]
     if not Path(importlib.util.find_spec("ampkit").origin).is_relative_to(job.folder):
         print(f"ampkit is not imported from the copy in {job.folder}")
         return 3
@@ -104,7 +104,7 @@ def _run_pytest(job: Job) -> int:
 
 
 def _result_of(process: int, job: Job, log: Path, started: float) -> Result | None:
-    """What came of a job; None while it runs."""
+    """Return the result of a job; None while it runs."""
     finished, status = os.waitpid(process, os.WNOHANG)
     seconds = time.monotonic() - started
     if not finished:

@@ -82,7 +82,7 @@ def sampled(seed: int, only: str) -> list[tuple[Fault, int]]:
 
 
 def keep(fault: Fault, tests: list[str], result: Result) -> None:
-    """Where the process ended without a summary, every test has noticed."""
+    """Print and store the tests that noticed the fault: all of them, if the process ended without a summary."""
     ran = sorted(map(function_of, tests))
     failed = failed_in(result) if result.status in (0, 1) and result.log.strip() else ran
     print(f"{len(failed):>4} of {len(ran):>4} tests notice {fault}, {result.seconds:.0f} s", flush=True)
@@ -96,7 +96,7 @@ def kills() -> list[dict]:
 
 
 def needless(lines: list[dict]) -> list[str]:
-    """Test functions that may go together, those first that notice fewest faults."""
+    """The test functions that may be dropped together, beginning with those that notice fewest faults."""
     tried, noticed = defaultdict(int), defaultdict(set)
     left = {number: len(line["failed"]) for number, line in enumerate(lines)}
     for number, line in enumerate(lines):

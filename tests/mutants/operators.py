@@ -21,7 +21,7 @@ OPPOSITE = {
     ast.NotIn: "in",
 }
 
-# What only words are made with: no test need pin these.
+# Code that only makes words: no test need pin it.
 OF_WORDS = {"__repr__", "__str__", "__dir__", "extra_repr", "_describe", "describe"}
 CALLS_OF_WORDS = {"warn", "warning", "info", "debug", "log", "print"}
 UNSEEN_KEYWORDS = {"stacklevel", "maxsize", "maxlen"}
@@ -31,7 +31,7 @@ SIMPLE_CONDITIONS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
 def faults_of(folder: Path, file: str) -> Iterator[tuple[Fault, int]]:
-    """Each fault with the line of the function that it is in, as ``code.co_firstlineno`` has it."""
+    """Yield each fault with the first line of its function, as ``code.co_firstlineno`` counts it."""
     source = (folder / file).read_text()
     for function in functions(ast.parse(source)):
         first = min(node.lineno for node in (function, *function.decorator_list))
@@ -47,7 +47,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def _looked_at(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes below these, without those of functions inside, annotations, strings, and what makes words."""
+    """Yield the nodes below these, without inner functions, annotations, strings, and code that makes words."""
     for node in nodes:
         yield node
         if isinstance(

@@ -1,4 +1,4 @@
-"""Records which functions of ampkit a test reaches: each in a line, the test and the file and first line of the function.
+"""Record which functions of ampkit a test reaches: each in a line, the test and the file and first line of the function.
 
 A copy of the project has this file as sitecustomize.py, which Python imports first: so the processes that a test starts record too.
 """
@@ -36,7 +36,7 @@ if RECORD in os.environ:
 
 
 class Plugin:
-    """For pytest: each test's record begins anew, and its seconds stand in a line of their own."""
+    """A plugin of pytest: it begins a new record for each test, and writes the test's seconds in a line of their own."""
 
     def __init__(self):
         self.begin_anew = start()
@@ -48,12 +48,12 @@ class Plugin:
         self.fixture = None
 
     def pytest_fixture_setup(self, fixturedef, request):
-        """What a fixture of several tests reaches has lines with its own name, and each of these tests has a line with that."""
+        """Record the reach of a shared fixture under the fixture's name, and that name in a line for each of its tests."""
         test = os.environ["PYTEST_CURRENT_TEST"] if self.fixture is None else self.fixture
         self.fixture = None
         if fixturedef.scope != "function":
             self.fixture, name = test, f"fixture:{fixturedef.baseid}::{fixturedef.argname}"
-            known = [(one.nodeid, one._fixtureinfo.name2fixturedefs) for one in request.session.items]
+            known = [(item.nodeid, item._fixtureinfo.name2fixturedefs) for item in request.session.items]
             sharing = {nodeid for nodeid, fixtures in known if fixturedef in fixtures.get(fixturedef.argname, ())}
             with open(os.environ[RECORD], "a") as record:
                 record.writelines(f"{nodeid}\t{name}\n" for nodeid in sharing | {test.rpartition(" (")[0]})

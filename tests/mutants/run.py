@@ -1,4 +1,4 @@
-"""Plants named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
+"""Plant named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def copy_of_project(to: Path) -> Path:
 
 
 def write_source(path: Path, text: str) -> None:
-    """Python tells changes of a file by its size and its time in seconds: here neither need differ."""
+    """Write a source and drop its bytecode: Python detects changes by size and time in seconds, and neither need differ here."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
@@ -83,7 +83,7 @@ def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
 
 
 class Tally:
-    """Prints a line for each fault, and counts those that were killed by room."""
+    """A tally that prints a line for each fault, and counts killed faults by room."""
 
     def __init__(self) -> None:
         self.planted: Counter[str] = Counter()
@@ -143,7 +143,7 @@ def plant_named(faults: list[Fault], scratch: Path) -> Tally:
 
 
 def job_in_cpp(tests: list[str], folder: Path, extension: str, number: int) -> Job:
-    """With the fault of this number, or with none (0). On "ptx" nvcc makes PTX of the kernels with this fault first."""
+    """A job with the fault of this number, or with none (0). On "ptx" nvcc first makes PTX of the kernels with this fault."""
     environment = {"AMPKIT_MUTANT": str(number)}
     if extension != "ptx":
         return Job(tests, folder, extension, environment)
@@ -171,7 +171,7 @@ def judge(tally: Tally, fault: Fault, result: Result) -> None:
 
 
 def check_baseline(faults: list[Fault], folder: Path, logs: Path) -> None:
-    """Without a fault every test passes; else nothing that follows would mean anything."""
+    """Check that every test passes without a fault; else no later result would mean anything."""
     tests = defaultdict(set)
     for fault in faults:
         for extension in fault.extensions:
@@ -262,7 +262,7 @@ def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
 
 
 def chosen(tests: set[str], seconds_of: dict[str, float], functions_in: Mapping[str, int]) -> list[str]:
-    """As many as the time allows, from those that are fast and about little else; other cases of a test have to wait."""
+    """Choose as many tests as the time allows: first fast ones that reach little else; other cases of a test come later."""
     cases, order = Counter(), []
     for cost, test in sorted(((seconds_of[test] + 0.01) * functions_in[test], test) for test in tests):
         function = test.partition("[")[0]

@@ -1,4 +1,4 @@
-"""torch's own lists of what its autocast tests call, without what importing them does to the process."""
+"""torch's own lists of the calls in its autocast tests, without the side effects of importing them."""
 
 import pytest
 import torch

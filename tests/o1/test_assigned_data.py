@@ -16,7 +16,7 @@ def l2normalize(v, eps=1e-12):
 
 
 class SpectralNorm(nn.Module):
-    """As GANs of 2018 have it: the vectors are parameters, and each forward assigns to their ``.data``."""
+    """Spectral norm as in GANs of 2018: the vectors are parameters, and each forward assigns to their ``.data``."""
 
     def __init__(self, module):
         super().__init__()

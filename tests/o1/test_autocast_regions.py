@@ -1,4 +1,4 @@
-"""torch.amp's words at O1: each means what it means under torch.autocast, whose state is the switch of our casts."""
+"""torch.amp's functions at O1: each works as under torch.autocast, whose state switches ampkit's casts."""
 
 import threading
 import time
@@ -237,24 +237,24 @@ def test_region_across_yield_holds_until_it_is_left():
     assert seen == [torch.float32, torch.float32, LOW]
 
 
-@pytest.mark.parametrize(("level", "given", "cast"), [("O1", torch.float32, LOW), ("O2", LOW, torch.float32)])
-def test_one_disable_casts_is_entered_again_inside_of_itself_and_by_calls(level, given, cast):
+@pytest.mark.parametrize(("level", "dtype", "cast"), [("O1", torch.float32, LOW), ("O2", LOW, torch.float32)])
+def test_one_disable_casts_is_entered_again_inside_of_itself_and_by_calls(level, dtype, cast):
     @ampkit.float_function
     def in_float32(x, y):
         return torch.mm(x, y)
 
-    x = torch.ones(2, 2, dtype=given)
+    x = torch.ones(2, 2, dtype=dtype)
     off = ampkit.disable_casts()
     with ampkit.session(nn.Linear(2, 2), opt_level=level, verbosity=0):
         product = torch.mm if level == "O1" else in_float32
         for _ in range(2):
             with off:
                 with off:
-                    assert product(x, x).dtype is given
-                assert product(x, x).dtype is given
+                    assert product(x, x).dtype is dtype
+                assert product(x, x).dtype is dtype
             assert product(x, x).dtype is cast
         by_calls = off(lambda: product(x, x).dtype)
-        assert [by_calls(), by_calls(), product(x, x).dtype] == [given, given, cast]
+        assert [by_calls(), by_calls(), product(x, x).dtype] == [dtype, dtype, cast]
 
 
 def test_disable_casts_may_be_written_either_way_and_nested():
@@ -394,7 +394,7 @@ def in_the_forward(model):
     "close", [in_a_hook, while_data_is_fetched, in_a_function_of_torchs, in_casts_that_are_disabled, in_the_forward]
 )
 def test_session_that_ends_in_the_midst_of_something_leaves_torch_as_it_was(close, in_python, monkeypatch):
-    """The collector may end one anywhere."""
+    """The garbage collector may end a session anywhere."""
     if in_python:
         monkeypatch.setattr(engine_module, "dispatch", lambda: Dispatch(None, "for a test"))
     close(initialized(nn.Linear(2, 2)))

@@ -21,7 +21,7 @@ torch.manual_seed(0)
 X, W, IMAGE = torch.randn(4, 4), torch.randn(4, 4), torch.randn(1, 2, 4, 4)
 CLASSES = torch.arange(4)
 
-# name -> a function that was imported by name, and what it is given
+# name -> a function that was imported by name, and its arguments
 CALLS = {
     "linear": (linear, (X, W)),
     "linear, lower precision": (linear, (X.bfloat16(), W)),

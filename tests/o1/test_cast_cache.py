@@ -21,7 +21,7 @@ pytestmark = pytest.mark.compiled("wrappers")  # without them nothing is kept
 
 @pytest.fixture(params=["C++", "Python"])
 def casting(request):
-    """An engine, inside of a call of a model: outside nothing is kept."""
+    """An engine inside a call of a model: outside, nothing is cached."""
     torch.manual_seed(0)
     with o1(in_python=request.param == "Python") as engine, engine.caches.call():
         yield engine
@@ -44,7 +44,7 @@ def kept(casting):
 
 
 def product(weight):
-    """What a whitelisted function makes of the weight now."""
+    """The weight as a whitelisted function reads it now, in float32."""
     return torch.mm(torch.eye(weight.shape[0]), weight).detach().float()
 
 
@@ -60,7 +60,7 @@ def test_weight_is_cast_once_until_the_cache_is_dropped(casting):
 
 
 def by_averaging(p):
-    """An EMA swapped in: its storage takes the place of the weight's, which the caller keeps to swap it back."""
+    """Swap in an EMA: its storage replaces the weight's, which the caller keeps to swap it back."""
     p.ema, p.data = p.data, p.detach().clone().mul_(2)
 
 
@@ -69,7 +69,7 @@ EDITS = {
     "in place": lambda p: p.mul_(2),
     "by data without reading it": lambda p: setattr(p, "data", p.detach() * 2),
     "by averaging": by_averaging,
-    # As cuDNN's flatten_parameters does it, past the property that O1 puts in the place of Tensor.data.
+    # As cuDNN's flatten_parameters does it, past the property with which O1 replaces Tensor.data.
     "in C++": lambda p: torch._C.TensorBase.data.__set__(p, p.detach() * 2),
 }
 
@@ -259,13 +259,13 @@ def test_error_of_the_capture_check_is_passed_on(casting):
 
 
 def operands(result):
-    """What mm or linear without bias saved for its backward pass: activation and weight."""
+    """The activation and weight that mm, or linear without bias, saved for its backward pass."""
     saved = result.grad_fn
     return saved._saved_self, saved._saved_mat2
 
 
 def activation(**settings):
-    """Something that autograd made, not a leaf."""
+    """A tensor made by autograd, not a leaf."""
     return torch.ones(3, 2, requires_grad=True, **settings) * 1.5
 
 
@@ -344,7 +344,7 @@ def test_data_is_torchs_own_again_after_close():
     assert not hasattr(torch.Tensor.__dlpack__, "__wrapped__")
 
 
-# What a script takes of an input before its first use, to write to it past torch and O1: a batch that NumPy fills, `.data`.
+# An alias of an input, taken before its first use, through which a script writes past torch and O1: NumPy's array, `.data`.
 ALIASES = {
     "data of an input with a gradient": (True, lambda leaf: leaf.data),
     "data of an input": (False, lambda leaf: leaf.data),
@@ -404,7 +404,7 @@ def test_gradients_of_a_shared_activation_add_up_in_float32(casting):
         return leaf.grad.double()
 
     exact = gradient(x.double(), [w.detach().double() for w in weights])
-    found = gradient(x, weights)
+    summed = gradient(x, weights)
     with casting.disabled():
         autocasts = gradient(x, weights, torch.Tensor.bfloat16)  # a cast for each use, as torch.autocast makes them
 
@@ -413,8 +413,8 @@ def test_gradients_of_a_shared_activation_add_up_in_float32(casting):
 
     assert error(autocasts) > 2**-12  # the products are rounded
     # Seven sums in bfloat16 would make it 1.7 times that.
-    assert error(found) < 1.05 * error(autocasts)
-    torch.testing.assert_close(found, autocasts, rtol=0, atol=1e-5 * exact.abs().max().item())
+    assert error(summed) < 1.05 * error(autocasts)
+    torch.testing.assert_close(summed, autocasts, rtol=0, atol=1e-5 * exact.abs().max().item())
 
 
 @pytest.mark.compiled("wrappers")
@@ -470,7 +470,7 @@ def step(model, optimizer, x, delay=False):
 
 
 class Twice(nn.Module):
-    """A call that uses a weight and a bias twice, and a method that makes two calls."""
+    """A model whose call uses a weight and a bias twice, with a method that makes two calls."""
 
     def __init__(self):
         super().__init__()
@@ -483,7 +483,7 @@ class Twice(nn.Module):
         return self(x) + self(x)
 
 
-#: What uses the model, and how many casts of its two parameters that takes.
+#: Uses of the model, and the number of casts of its two parameters that each takes.
 CALLS = {
     "a call": (lambda model, x: model(x), 2),
     "two calls": (lambda model, x: model(x) + model(x), 4),
@@ -517,7 +517,7 @@ def test_delayed_micro_batches_cast_a_weight_once_per_step():
 
 
 class OfAScript:
-    """What has the methods of an optimizer, and torch calls nothing after its step."""
+    """A class with the methods of an optimizer, after whose step torch calls no hook."""
 
     def __init__(self, params):
         self.param_groups, self.state = [{"params": list(params)}], {}
@@ -540,7 +540,7 @@ STEPS = {
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_step_drops_casts_that_a_later_micro_batch_made(kind):
-    """After it writes are seen that torch does not count, to a ``.data`` that was kept."""
+    """After the step, writes are seen that torch does not count, to a ``.data`` that was kept."""
     make, factor = STEPS[kind]
     model, x = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
     model, optimizer = ampkit.initialize(model, make(model.parameters()), opt_level="O1", verbosity=0)

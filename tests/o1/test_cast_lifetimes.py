@@ -1,4 +1,4 @@
-"""No cast outlives what is known of its weight: loops that write weights between forwards, and loops with several forwards.
+"""No cast outlives its weight's value: loops that write weights between forwards, and loops with several forwards.
 
 Each row computes something in float32, under torch.autocast with a region for each forward, and at O1. O1 may be twice as far from
 float32 as torch.autocast is. Loops that write no weight between forwards are scripts of tests/everyday.
@@ -63,16 +63,16 @@ def make_model():
     return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 1))
 
 
-# -- ways to write a weight between two forwards: each is given the parameters before `initialize`, and returns what scales them
+# -- ways to write a weight between two forwards: from the parameters before `initialize` each makes a function that scales them
 
 
 def each(write):
-    """A write that needs nothing from before."""
+    """Make a write that needs nothing from before the first forward."""
     return lambda params: lambda factor: [write(param, factor) for param in params]
 
 
 def kept(alias):
-    """A write to what was taken from each parameter before the first forward."""
+    """Make a write to what was taken from each parameter before the first forward."""
 
     def prepare(params):
         aliases = [alias(param) for param in params]
@@ -155,7 +155,7 @@ class ForeachOnData(torch.optim.Optimizer):
 
 
 class ByNumpy(torch.optim.Optimizer):
-    """A library's optimizer with a kernel of its own, of which torch knows nothing."""
+    """A library's optimizer with its own kernel, which torch does not see."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -226,7 +226,7 @@ def know_another(level, model):
 KNOWN = {"model and optimizer": know_all, "the model": know_the_model, "another model": know_another}
 
 
-# Casts live longest where all is known; where less is, four ways stand for the others.
+# Casts live longest where every write is known; for less, four ways represent the others.
 WAYS_AND_KNOWN = [
     *((way, "model and optimizer") for way in WRITES),
     *(
@@ -271,7 +271,7 @@ def recomputed(use_reentrant):
 
 
 def burned_in_chunks(model, forward):
-    """Each chunk begins at a state that a forward without grad mode has made, with the same weights."""
+    """Each chunk begins at a state that a forward in no-grad mode computed with the same weights."""
     loss, before, state = 0.0, None, None
     # torch.autocast asks oneDNN for an LSTM in bfloat16 also where it has none, and raises.
     with torch.backends.mkldnn.flags(enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
@@ -354,7 +354,7 @@ def trained_by_a_method(make):
 
 
 def averages_swapped_in(level):
-    """Evaluation runs on averaged weights, whose memory takes the place of the weights' and goes again."""
+    """Evaluation runs on averaged weights, whose memory replaces the weights' memory for that time."""
     model = make_model()
     optimizer, x, seen = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True), torch.randn(32, 10), []
     begin(level, model, optimizer)
@@ -401,9 +401,9 @@ def calls_that_raise(level):
 
 
 def written_before_backward(level, write_of):
-    """As in float32 a recomputation takes weights as they are by then, and a graph that waits has those of before."""
+    """As in float32, a recomputation uses the weights of its own time, and a graph that waits uses the weights of its forward."""
     torch.manual_seed(4)
-    model, x, waiting, found = nn.Linear(10, 3), torch.randn(8, 10), [], []  # whose weight is not saved for backward
+    model, x, waiting, values = nn.Linear(10, 3), torch.randn(8, 10), [], []  # whose weight is not saved for backward
     write, parameters = WRITES[write_of](list(model.parameters())), list(model.parameters())
     know_the_model(level, model)
 
@@ -418,12 +418,12 @@ def written_before_backward(level, write_of):
             recomputed = checkpoint(lambda x: model(x).float().tanh(), x, use_reentrant=False).square().mean()
         write(factor)
         with casts(level), torch.inference_mode():
-            found.append(loss().clone())
+            values.append(loss().clone())
         with casts(level):
             both = kept + loss()
-        for one, retains in ((recomputed, False), (waiting.pop(0), False), (both, True)):
-            found += [one, *torch.autograd.grad(one, parameters, retain_graph=retains)]
-    return flat(found)
+        for result, retains in ((recomputed, False), (waiting.pop(0), False), (both, True)):
+            values += [result, *torch.autograd.grad(result, parameters, retain_graph=retains)]
+    return flat(values)
 
 
 LOOPS = {
@@ -597,9 +597,9 @@ def test_keep_casts_does_nothing_without_a_session():
         assert model(torch.ones(1, 10)).dtype is torch.float32
 
 
-@pytest.mark.parametrize("found", [None, "model", torch.ones(1), [1]])
-def test_keep_casts_of_anything_but_modules_is_refused(found):
-    if found is None:
-        found = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+@pytest.mark.parametrize("argument", [None, "model", torch.ones(1), [1]])
+def test_keep_casts_of_anything_but_modules_is_refused(argument):
+    if argument is None:
+        argument = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(AttributeError, match="has no attribute 'parameters'"):
-        ampkit.keep_casts(found)
+        ampkit.keep_casts(argument)

@@ -90,13 +90,13 @@ def test_pairs_may_collect_garbage(store):
         assert len(store.pairs()) == 600
         gc.set_threshold(1)
         gc.enable()
-        found = store.pairs()
+        pairs = store.pairs()
     finally:
         gc.enable()
         gc.set_threshold(*thresholds)
     assert len(pairs_of_ints) == 3000
-    assert {id(weight) for weight in kept} <= {id(weight) for weight, _ in found}
-    assert all(cast.tolist() == [1.0, 1.0] for _, cast in found)
+    assert {id(weight) for weight in kept} <= {id(weight) for weight, _ in pairs}
+    assert all(cast.tolist() == [1.0, 1.0] for _, cast in pairs)
 
 
 @pytest.mark.parametrize("use", ["mm", "pairs"])

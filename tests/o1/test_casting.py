@@ -1,4 +1,4 @@
-"""O1 on single functions and whole models: dtypes, values, and torch given back as it was."""
+"""O1 on single functions and whole models: dtypes, values, and torch restored afterwards."""
 
 import itertools
 import logging
@@ -190,7 +190,7 @@ def test_bessel_functions_have_derivatives_of_what_a_layer_returns(name, derivat
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies that operators make of tensors, casts among them."""
+    """A mode that counts the copies of tensors that operators make, casts among them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""O1's wrappers in C++, and that they mean what the wrappers in Python mean."""
+"""O1's wrappers in C++, which behave as the wrappers in Python."""
 
 import gc
 import inspect
@@ -94,7 +94,7 @@ def test_kept_wrapper_is_inert_between_engines_and_serves_the_next():
     assert mm(a(), a()).dtype is torch.float32
 
 
-# -- what C++ hands to Python, and what both must do
+# -- calls that C++ leaves to Python, and behaviour of both
 
 
 def test_engine_that_closes_in_the_midst_of_a_call_is_survived(w):
@@ -255,7 +255,7 @@ def test_calls_leave_no_references_behind(name):
         finally:
             tracemalloc.stop()
         after = [sys.getrefcount(thing) for thing in counted]
-    # What the interpreter itself caches moves a few counts; a leak would be 500.
+    # The interpreter's own caches change a few counts; a leak would be 500.
     assert all(abs(x - y) < 25 for x, y in zip(before, after)), list(zip(before, after))
     assert grown < 16 * 1024
 

@@ -34,13 +34,13 @@ def forget_registrations():
 
 
 def dtypes(*args, **kwargs):
-    """The dtypes that arrive."""
+    """Return the dtypes that arrive."""
     return [x.dtype for x in (*args, *kwargs.values())]
 
 
 LOW, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CASES = [
-    # decorator, session's lower precision, dtypes given, dtypes that arrive
+    # decorator, session's lower precision, dtypes passed, dtypes that arrive
     (half_function, LOW, [FULL, LOW], [LOW, LOW]),
     (half_function, HALF, [FULL, LOW], [HALF, HALF]),
     (bfloat16_function, HALF, [FULL, HALF], [LOW, LOW]),
@@ -57,17 +57,17 @@ REGISTER = {
 }
 
 
-@pytest.mark.parametrize(("decorate", "lower_precision", "given", "arriving"), CASES)
-def test_decorated_function_casts_its_arguments(decorate, lower_precision, given, arriving):
+@pytest.mark.parametrize(("decorate", "lower_precision", "passed", "arriving"), CASES)
+def test_decorated_function_casts_its_arguments(decorate, lower_precision, passed, arriving):
     function = decorate(dtypes)
-    tensors = [torch.ones(2, dtype=dtype) for dtype in given]
-    assert function(*tensors) == given
+    tensors = [torch.ones(2, dtype=dtype) for dtype in passed]
+    assert function(*tensors) == passed
     with o1(lower_precision) as casting:
         assert function(*tensors) == arriving
         assert function(tensors[0], other=tensors[1]) == arriving
         with casting.disabled():
-            assert function(*tensors) == given
-    assert function(*tensors) == given
+            assert function(*tensors) == passed
+    assert function(*tensors) == passed
 
 
 @pytest.mark.parametrize(("decorate", "lower_precision", "given", "arriving"), CASES)
@@ -230,7 +230,7 @@ CAST_LEVELS = ("O2", "O3", "O5")
 
 
 class Distance(torch.nn.Module):
-    """Ends in a function that has to compute in float32."""
+    """A module that ends in a function that has to compute in float32."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ def test_disable_casts_inside_and_around_compiled_code():
 
 
 def test_compiled_code_disables_casts_after_a_session_of_another_thread():
-    """That thread is still to be switched off, which is no part of a trace."""
+    """This thread is still to be switched off, which must not be part of a trace."""
     torch._dynamo.reset()
     model, low = torch.nn.Linear(2, 2), torch.ones(2).bfloat16()
     thread = threading.Thread(target=ampkit.initialize, args=(model,), kwargs={"opt_level": "O1", "verbosity": 0})

@@ -50,10 +50,10 @@ def test_functions_that_draw_compute_in_float32(lower, in_python):
         "_dirichlet_grad": (x, a, a),
         "binomial": (torch.tensor([10.0, 20.0]), x),
     }
-    for name, given in calls.items():
+    for name, arguments in calls.items():
         torch.manual_seed(0)
-        expected = getattr(torch, name)(*given)
+        expected = getattr(torch, name)(*arguments)
         with o1(lower, in_python=in_python):
             torch.manual_seed(0)
-            found = getattr(torch, name)(*[one.to(lower) for one in given])
-        assert found.dtype is torch.float32 and torch.equal(found, expected), name
+            sample = getattr(torch, name)(*[t.to(lower) for t in arguments])
+        assert sample.dtype is torch.float32 and torch.equal(sample, expected), name

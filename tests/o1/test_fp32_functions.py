@@ -65,14 +65,14 @@ SHIPPED_THRESHOLD = fp32_functions._WORTHWHILE
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    """The cases are small; tests of the shipped threshold put it back. Caches hold ten of 64 samples."""
+    """Remove the threshold, since the cases are small; tests of the shipped threshold restore it. Caches hold ten of 64 samples."""
     monkeypatch.setattr(fp32_functions, "_WORTHWHILE", 0)
     monkeypatch.setattr(fp32_functions, "_IN_CACHES", 10 * 96 // torch.get_num_threads())
 
 
 def made(name, dtype):
     shape, weights, call = CASES[name]
-    # An offset, as activations have one: it is what sums of squares suffer from.
+    # An offset, as activations have one: it makes sums of squares inaccurate.
     x = (torch.randn(shape) + 0.5).to(dtype).requires_grad_()
     return x, [(torch.rand(size) + 0.5).requires_grad_() for size in weights], call
 
@@ -96,17 +96,17 @@ def test_as_accurate_as_casting_first(name, dtype):
     exact = gradients(call, doubles, factor.double())
     cast_first = gradients(lambda x, *weights: call(x.float(), *weights), [x, *weights], factor)
     with o1(dtype):
-        found = gradients(call, [x, *weights], factor)
-    assert [t.dtype for t in found] == [torch.float32, dtype] + [torch.float32] * len(weights)
-    for ours, theirs, reference in zip(found, cast_first, exact, strict=True):
-        assert error(ours, reference) <= 1.5 * error(theirs, reference) + 1e-7
-    for ours, reference in zip([found[0], *found[2:]], [exact[0], *exact[2:]], strict=True):
-        assert error(ours, reference) < 1e-6
-    assert error(found[1], exact[1]) < torch.finfo(dtype).eps
+        results = gradients(call, [x, *weights], factor)
+    assert [t.dtype for t in results] == [torch.float32, dtype] + [torch.float32] * len(weights)
+    for result, cast_result, reference in zip(results, cast_first, exact, strict=True):
+        assert error(result, reference) <= 1.5 * error(cast_result, reference) + 1e-7
+    for result, reference in zip([results[0], *results[2:]], [exact[0], *exact[2:]], strict=True):
+        assert error(result, reference) < 1e-6
+    assert error(results[1], exact[1]) < torch.finfo(dtype).eps
 
 
 def saved_by(call):
-    """[(dtype, number of elements)] of what autograd saves."""
+    """[(dtype, number of elements)] of the tensors that autograd saves."""
     saved = []
     with saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
         call()
@@ -167,13 +167,13 @@ def test_second_derivatives(name):
 
     exact = penalty(call, [t.detach().double().requires_grad_() for t in (x, *weights)])
     with o1():
-        found = penalty(call, [x, *weights])
+        results = penalty(call, [x, *weights])
     assert exact[0] is not None
-    for ours, reference in zip(found, exact, strict=True):
+    for result, reference in zip(results, exact, strict=True):
         if reference is None or reference.count_nonzero() == 0:  # for a bias, on which no gradient depends
-            assert ours is None or ours.count_nonzero() == 0
+            assert result is None or result.count_nonzero() == 0
         else:
-            assert error(ours, reference) < 2e-2  # the first gradient of x is rounded to bfloat16
+            assert error(result, reference) < 2e-2  # the first gradient of x is rounded to bfloat16
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm"])
@@ -388,17 +388,17 @@ def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, row
     factor = torch.randn_like(call(*doubles), dtype=torch.float32)
     exact = gradients(call, doubles, factor.double())
     with o1(in_python=in_python):
-        found = gradients(call, tensors, factor)
+        results = gradients(call, tensors, factor)
         saved = saved_by(lambda: call(*tensors))
     assert {dtype for dtype, size in saved if size == x.numel()} == {kept}
-    for ours, reference in zip([found[0], *found[2:]], [exact[0], *exact[2:]], strict=True):
-        assert error(ours, reference) < 1e-6
-    assert error(found[1], exact[1]) < torch.finfo(torch.bfloat16).eps
+    for result, reference in zip([results[0], *results[2:]], [exact[0], *exact[2:]], strict=True):
+        assert error(result, reference) < 1e-6
+    assert error(results[1], exact[1]) < torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("call", ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
 def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
-    """On other devices than the CPU; the meta device tells dtypes."""
+    """The kernels of other devices than the CPU convert; the meta device shows the dtypes."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     x = torch.randn(4, 8, device="meta", dtype=torch.float16)
     with o1() as casting:

@@ -28,7 +28,7 @@ IMAGE = torch.stack([MATRIX, MATRIX.T, MATRIX, MATRIX]).unsqueeze(0)
 # Tried in this order, for rows that torch's lists have no sample of.
 CANDIDATES = [
     *[(TALL,), (MATRIX,), (MATRIX + 1,), (IMAGE,), (MATRIX[0],), (MATRIX @ MATRIX.T,)],
-    # Before a square: _weight_norm reads memory that nobody wrote where its second is not a column.
+    # Before a square: _weight_norm reads uninitialized memory if its second argument is not a column.
     (MATRIX, MATRIX[:, :1]),
     *[(MATRIX, MATRIX), (MATRIX, MATRIX[0]), (MATRIX[0], MATRIX[1]), (IMAGE, IMAGE), (IMAGE, IMAGE[0])],
     *[(MATRIX, 2), (MATRIX, 2, 0), (MATRIX, 0), (IMAGE, 2), (2, MATRIX), (IMAGE, [4]), (IMAGE[0], 3), (IMAGE, (2, 2))],
@@ -39,7 +39,7 @@ CASTING = {CastKind.LOWER_PRECISION_FP, CastKind.FP32, CastKind.PROMOTE, CastKin
 
 
 class Between(nn.Module):
-    """A call between two layers, which gets its first tensors from one, and hands its results to the other."""
+    """A model that calls a function between two layers: on the first layer's results, and for the second layer."""
 
     def __init__(self):
         super().__init__()
@@ -62,18 +62,18 @@ class Between(nn.Module):
 
 
 def results(model, optimizer, call, from_layer, region=contextlib.nullcontext, scale_loss=None):
-    """What the call comes to, after a backward pass through it that leaves finite gradients."""
+    """The results of the call, after a backward pass through it that leaves finite gradients."""
     torch.default_generator.manual_seed(0)  # that of the CPU alone: the others take milliseconds
     optimizer.zero_grad()
     model.call = call
     floating = [x for x in tensors_in(call[2]) if x.is_floating_point()]
     with region():
-        found = model(*floating[:from_layer])
-        loss = sum(x.float().square().mean() for x in found)
+        outputs = model(*floating[:from_layer])
+        loss = sum(x.float().square().mean() for x in outputs)
     with contextlib.nullcontext(loss) if scale_loss is None else scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()), "a gradient is not finite"
-    return torch.cat([x.detach().double().flatten() for x in found])
+    return torch.cat([x.detach().double().flatten() for x in outputs])
 
 
 def fresh():
@@ -82,7 +82,7 @@ def fresh():
 
 
 def reference(call, from_layer):
-    """In float32, where it computes finite numbers there that lead back to the layer; else None."""
+    """The float32 result, if it is finite and depends on the layer; else None."""
     owner, name, args, kwargs = call
     try:
         getattr(owner, name)(*map_tensors(args, torch.clone), **kwargs)  # which most candidates do not come through
@@ -95,7 +95,7 @@ def reference(call, from_layer):
 
 @functools.cache
 def sweep(from_layer):
-    """For each call: its label, itself, the result in float32, and how far from that is torch.autocast's. Where it raises, none."""
+    """Rows of label, call, float32 result and torch.autocast's distance from it; no row for a call that raises under autocast."""
     torch.manual_seed(0)
     calls = [[(owner, name, to(args, torch.float32, only=LOW), kwargs)] for owner, name, args, kwargs in SAMPLES]
     sampled = {(owner, name) for [(owner, name, _, _)] in calls}

@@ -43,8 +43,8 @@ def test_loss_called_below_torch_nn_functional_is_float32(name, policy, in_pytho
 def test_binary_cross_entropy_below_torch_nn_functional_is_as_under_autocast(policy):
     p = torch.tensor([[0.25, 0.5, 0.75]]).bfloat16()
     with o1(policy=policy):
-        found = NN.binary_cross_entropy(p, torch.ones_like(p), reduction=0)
+        loss = NN.binary_cross_entropy(p, torch.ones_like(p), reduction=0)
     with torch.autocast("cpu"):
         torchs = NN.binary_cross_entropy(p, torch.ones_like(p), reduction=0)
-    assert found.dtype is torchs.dtype is torch.float32
-    assert torch.equal(found, torchs)
+    assert loss.dtype is torchs.dtype is torch.float32
+    assert torch.equal(loss, torchs)

@@ -1,4 +1,4 @@
-"""Functions of torch are pickled while wrappers stand in their places: the originals that scripts hold, and the wrappers."""
+"""Functions of torch are pickled while they are wrapped: the originals that scripts hold, and the wrappers."""
 
 import functools
 import io

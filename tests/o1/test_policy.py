@@ -91,7 +91,7 @@ def test_unknown_treatment_of_banned_functions_is_refused():
 
 
 def result_dtypes(policy, call, low=torch.bfloat16):
-    """What ``call`` gives for a lower-precision and for a float32 tensor under a policy."""
+    """The dtypes that ``call`` returns for a lower-precision and for a float32 tensor under a policy."""
     with o1(low, policy=policy):
         return call(torch.rand(4, 4).to(low)).dtype, call(torch.rand(4, 4)).dtype
 
@@ -193,7 +193,7 @@ def test_autocast_is_settled_to_the_list_of_a_device_type(base, device_type, set
     assert Policy(base, changes).for_device(device_type) == Policy(settled, changes)
 
 
-# Functions that the lists treat differently: a call on a lower-precision image `x`, and what each policy makes of it.
+# Functions that the lists treat differently: a call on a lower-precision image `x`, and its dtype under each policy.
 POOLED = {
     "max_pool3d": lambda x: F.max_pool3d(x, 2),
     "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 2),

@@ -55,7 +55,7 @@ SPELLINGS = {
         ).split()
     },
 }
-# apex-facts 2.1: what Apex cast to lower precision and to float32, and what it promoted, refused or matched.
+# apex-facts 2.1: the functions that Apex cast to lower precision and to float32, promoted, refused or matched.
 APEX_LOWER = {
     F: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",
     torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm matmul mm "
@@ -97,15 +97,15 @@ def spellings(operator: str) -> list[tuple[str, str]]:
     for prefix, path in PREFIXES.items():
         if operator.startswith(prefix):
             names[path].add(operator.removeprefix(prefix))
-    found = {
+    known = {
         (path, spelling)
         for path, owner in OWNERS.items()
         for name in names[path]
         for spelling in (name, f"{name}_")
         if hasattr(owner, spelling) and (path, spelling) not in NOT_THIS_ONE.get(operator, ())
     }
-    # torch._VF stands for torch._C._VariableFunctions, whose names torch has too; the recurrent layers look there.
-    return sorted((path, name) for path, name in found if path != "torch._VF" or name in APEX_OTHERS[torch._VF].split())
+    # torch._VF forwards to torch._C._VariableFunctions, whose names torch has too; the recurrent layers look there.
+    return sorted((path, name) for path, name in known if path != "torch._VF" or name in APEX_OTHERS[torch._VF].split())
 
 
 # torch.linalg's norm is spelled linalg_norm; torch.norm is the operator norm. torch.linalg.polar is a decomposition.
@@ -156,14 +156,14 @@ def test_every_operation_of_torchs_lists_has_a_row_under_every_name(policy):
 
 @pytest.mark.parametrize("policy", ["default", "apex", "autocast-cpu", "autocast-cuda"])
 def test_every_operation_of_apexs_lists_has_a_row(policy):
-    found = {(OWNERS[path], name) for path, name in rows(policy)}
+    present = {(OWNERS[path], name) for path, name in rows(policy)}
     tables = (APEX_LOWER, APEX_FP32, APEX_OTHERS)
     names = [(owner, name) for table in tables for owner, row in table.items() for name in row.split()]
     wanted = {(owner, name) for owner, name in names if hasattr(owner, name)}
     if policy != "apex":
         wanted.remove((torch.Tensor, "cpu"))  # only there: ruling of ours, since it changes what a script saves
-        assert (torch.Tensor, "cpu") not in found
-    assert sorted(wanted - found, key=str) == []
+        assert (torch.Tensor, "cpu") not in present
+    assert sorted(wanted - present, key=str) == []
 
 
 @pytest.mark.parametrize("policy", ["default", "apex"])
@@ -182,12 +182,12 @@ def test_products_with_a_vector_are_lower_precision_under_apex_only():
 
 @pytest.mark.parametrize("key", MACROS)
 def test_autocast_policy_agrees_with_torchs_header(key):
-    found = rows("autocast-cuda")
+    table = rows("autocast-cuda")
     wrong = [
-        (spelling, found[spelling].name)
+        (spelling, table[spelling].name)
         for operator in macro(key)
         for spelling in spellings(operator)
-        if not spelling[1].endswith("_") and found[spelling] not in MACROS[key]
+        if not spelling[1].endswith("_") and table[spelling] not in MACROS[key]
     ]
     assert wrong == []
 
@@ -205,7 +205,7 @@ def test_in_place_functions_never_have_their_tensor_cast(policy):
 def test_torchs_test_lists_name_nothing_without_a_row():
     from autocast_lists import lists
 
-    found = {name for _, name in rows("default")}
+    covered = {name for _, name in rows("default")}
     named = set()
     for case in (lists.AutocastTestLists("cpu"), lists.AutocastCPUTestLists("cpu")):
         for attribute, entries in vars(case).items():
@@ -213,5 +213,5 @@ def test_torchs_test_lists_name_nothing_without_a_row():
             named |= {entry[0] for entry in entries}
     assert len(named) > 100
     reached = {name for operator in named for _, name in spellings(operator)} | {"__div__"}
-    assert sorted(name for name in named if name not in found and not spellings(name)) == []
-    assert sorted(reached - found) == []
+    assert sorted(name for name in named if name not in covered and not spellings(name)) == []
+    assert sorted(reached - covered) == []

@@ -39,11 +39,11 @@ def numbers(cell: str) -> list[float]:
     return [words[word] if word in words else float(word) for word in cell.split(" / ")]
 
 
-def agree(one: str, other: str) -> bool:
-    """Whether two cells tell the same; a torch may have kernels that another has not."""
-    if "no kernel" in (one, other):
+def agree(first: str, second: str) -> bool:
+    """Whether two cells agree; a version of torch may lack kernels that another version has."""
+    if "no kernel" in (first, second):
         return True
-    for a, b in zip(numbers(one), numbers(other), strict=True):
+    for a, b in zip(numbers(first), numbers(second), strict=True):
         if min(a, b) < 0 or max(a, b) == math.inf:
             if a != b:
                 return False

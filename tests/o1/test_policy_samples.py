@@ -15,7 +15,7 @@ LOW = (torch.float16, torch.bfloat16)
 OWNERS = {torch: "torch", F: "torch.nn.functional", torch.linalg: "torch.linalg", torch.Tensor: "torch.Tensor"}
 # Without a kernel on the CPU, and refused (tests/o1/test_policy.py).
 LEFT_OUT = {"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy"}
-# Relative to the norm: a few roundings of the result, and of what goes into a matrix product.
+# Relative to the norm: a few roundings of the result, and of the inputs of a matrix product.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-5}
 ROWS = {(OWNERS[rule.owner], rule.name): rule.kind for rule in Policy().rules() if rule.owner in OWNERS}
 

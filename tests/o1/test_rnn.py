@@ -31,7 +31,7 @@ def hidden(state):
 
 
 def compare(layer, x, state=None):
-    """Outputs, states and gradients under O1 are near float32's, in lower precision, and not float32's own."""
+    """Check that outputs, states and gradients under O1 are near float32's, in lower precision, and not equal to float32's."""
     reference = copy.deepcopy(layer)
     arguments = (x,) if state is None else (x, state)
     expected, expected_state = reference(*arguments)
@@ -75,7 +75,7 @@ def test_packed_layer_trains_close_to_float32(name):
 
 
 def note_calls(monkeypatch, device_type):
-    """What `_VF.lstm` is given from now on, in the place of computing: the dtype of weights, and whether autocast is on."""
+    """Replace `_VF.lstm`: note the dtypes of weights and whether autocast is on, for each call; compute nothing."""
     calls = []
 
     def lstm(x, state, weights, *rest):

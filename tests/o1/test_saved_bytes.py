@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass at O1, beside torch.autocast: bytes of every storage, parameters left out."""
+"""Bytes that autograd keeps for the backward pass at O1, beside torch.autocast: of every storage but the parameters."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ampkit.casting.library import dispatch
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block with projections of their own for query, key and value."""
+    """A pre-norm Transformer block with separate projections for query, key and value."""
 
     def __init__(self, width=64, heads=4):
         super().__init__()
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def without_onednn_where_it_has_no_bfloat16():
-    """torch.autocast hands an LSTM to oneDNN even on processors on which that has no bfloat16, and raises."""
+    """torch.autocast runs an LSTM by oneDNN even on processors on which oneDNN has no bfloat16, and raises."""
     with torch.backends.mkldnn.flags(enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         yield
 
@@ -100,11 +100,11 @@ def test_no_more_is_kept_than_under_autocast(case, in_python):
     make, inputs, loss_of, part = CASES[case]
     model, x = make(), inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = bytes_saved(model, x, loss_of)
+        under_autocast = bytes_saved(model, x, loss_of)
     with o1(in_python=in_python):
-        ours = bytes_saved(model, x, loss_of)
+        at_o1 = bytes_saved(model, x, loss_of)
     shares = not in_python and dispatch().library is not None
-    assert 0 < ours <= (part if shares or case == "gpt" else 1.0) * theirs
+    assert 0 < at_o1 <= (part if shares or case == "gpt" else 1.0) * under_autocast
 
 
 # -- what is alive at once in a training step

@@ -33,7 +33,7 @@ class SlottedBox:
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):
-    """As in Hugging Face's transformers: entries are attributes too."""
+    """A dict as in Hugging Face's transformers, whose entries are attributes too."""
 
     logits: torch.Tensor = None
 

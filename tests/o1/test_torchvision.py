@@ -80,15 +80,15 @@ def test_operator_computes_in_float32(name, lower, in_python):
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_takes_lower_precision_beside_cast_weights(name, level):
-    call, given = OPERATORS[name]
-    expected = call(given().float())
+    call, make_input = OPERATORS[name]
+    expected = call(make_input().float())
     settings = {} if level == "O5" else {"cast_model_type": LOW}
     session_model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
-    assert torch.equal(call(given().float()), expected)  # float32 stays float32
-    found = call(given())
+    assert torch.equal(call(make_input().float()), expected)  # float32 stays float32
+    result = call(make_input())
     ampkit.close()
     del session_model
-    assert found.dtype is expected.dtype and torch.equal(found, expected)
+    assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -111,7 +111,7 @@ def lower_precision_of(level):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """As if torchvision had not been imported yet; called, as if it had been since."""
+    """Make torchvision look not yet imported; calling the fixture makes it look imported since."""
     monkeypatch.delitem(sys.modules, "torchvision")
     return lambda: monkeypatch.setitem(sys.modules, "torchvision", torchvision)
 
@@ -122,11 +122,11 @@ def test_torchvision_may_be_imported_after_initialize(level, unloaded):
     assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
     unloaded()
     model(torch.ones(1, 2))
-    found = torchvision.ops.ps_roi_align(image(), rois(), 2, sampling_ratio=2)
+    result = torchvision.ops.ps_roi_align(image(), rois(), 2, sampling_ratio=2)
     ampkit.close()
     assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
     expected = torchvision.ops.ps_roi_align(image().float(), rois(), 2, sampling_ratio=2)
-    assert torch.equal(found, expected.to(found.dtype))
+    assert torch.equal(result, expected.to(result.dtype))
 
 
 @pytest.mark.parametrize("first_to_close", ["O1", "O2"])
@@ -175,14 +175,14 @@ def test_scripts_and_traces_find_the_operators(level):
     def suppress(b, s, classes):
         return torchvision.ops.batched_nms(b, s, classes, 0.3)
 
-    given = boxes(), scores(), torch.arange(10) % 2
-    in_float32 = given[0].float(), given[1].float(), given[2]
+    inputs = boxes(), scores(), torch.arange(10) % 2
+    in_float32 = inputs[0].float(), inputs[1].float(), inputs[2]
     expected = suppress(*in_float32)
     model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
     assert VISION.nms.overloads() == ["default"] and VISION.nms.default.name() == "torchvision::nms"
     # torch 2.15 asks every operator of the process for them when the first model is compiled.
     assert VISION.nms.op_overloads() == [VISION.nms.default]
-    assert torch.equal(torch.jit.trace(suppress, given)(*given), expected)
+    assert torch.equal(torch.jit.trace(suppress, inputs)(*inputs), expected)
     scripted = torch.jit.script(torchvision.ops.nms)
     ampkit.close()
     del model
@@ -236,7 +236,7 @@ def targets():
 
 
 class Wrapped(nn.Module):
-    """A detector inside another model: its targets come in lower precision where the outer model's inputs are cast."""
+    """A detector inside another model: its targets arrive in lower precision where the outer model's inputs are cast."""
 
     def __init__(self, detector):
         super().__init__()

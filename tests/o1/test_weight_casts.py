@@ -1,4 +1,4 @@
-"""Casts of weights made in C++: what a call used is cast in one go at the first use of the next that begins alike."""
+"""Casts of weights in C++: the weights of a call are cast at once at the first use in the next call that begins alike."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ def cast_weights(casting):
 
 
 def train_once(casting, model, x):
-    """The casts' way through an iteration: they live to the end of the call."""
+    """Run an iteration, in which casts live to the end of the call."""
     with casting.caches.call():
         loss = model(x).float().square().sum()
     loss.backward()
@@ -45,7 +45,7 @@ def train_once(casting, model, x):
 
 
 def begin(casting, model, x):
-    """What is cast by a call that uses the first part of the model."""
+    """The weights that are cast in a call that uses only the first part of the model."""
     with casting.caches.call():
         model[0](x)
         return cast_weights(casting)
@@ -101,7 +101,7 @@ def test_each_cast_leads_back_to_its_own_weight(casting):
 
 
 def test_gradients_arrive_while_others_are_still_to_be_computed(casting):
-    """As they do for single casts: DDP reduces the last layer's while the first layer's backward pass runs."""
+    """As for single casts: DDP reduces the last layer's gradients while the first layer's backward pass runs."""
     model, x = make_model(), torch.rand(2, 4)
     arrived = []
     for index, layer in enumerate(model):
@@ -234,7 +234,7 @@ def test_write_through_data_inside_a_forward_is_seen(casting):
 
 
 def test_weight_whose_storage_is_freed_between_uses_is_left_out(casting):
-    """As sharding (FSDP) does with the layers that do not compute."""
+    """Sharding (FSDP) frees the storage of layers that do not compute."""
     model, x = make_model(), torch.rand(2, 4)
     train_once(casting, model, x)
     size = model[2].weight.untyped_storage().nbytes()

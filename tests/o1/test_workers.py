@@ -1,4 +1,4 @@
-"""Batches are what they are without O1, wherever they are made."""
+"""Batches are the same as without O1, wherever they are made."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What users of torch's functions count on, while wrappers stand in their places."""
+"""Properties of torch's functions that users rely on, while the functions are wrapped."""
 
 import copy
 import inspect

@@ -107,11 +107,11 @@ def trained_by_torch(dtype):
 )
 def test_a_bfloat16_model_learns_what_float32_does_and_norms_move(more):
     model = net()
-    ours = train(model, AdamW(model.parameters(), lr=5e-4, **more), 200)
+    loss = train(model, AdamW(model.parameters(), lr=5e-4, **more), 200)
     (_, expected), (lossy, in_bf16) = trained_by_torch(torch.float32), trained_by_torch(BF16)
     assert (lossy[1].weight == 1).all()  # torch loses every update of 5e-4 beside 1
     assert (model[1].weight != 1).any()
-    assert abs(ours - expected) < 0.25 * abs(in_bf16 - expected)
+    assert abs(loss - expected) < 0.25 * abs(in_bf16 - expected)
 
 
 @EVERY
@@ -184,15 +184,15 @@ def test_resume_is_bit_for_bit(name, tmp_path):
 
 def test_state_of_torchs_adamw_loads_and_ours_loads_there(caplog):
     model, other = net(), net()
-    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, theirs, 3)
+    reference = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, reference, 3)
     optimizer = AdamW(other.parameters())
     with caplog.at_level(logging.WARNING, "ampkit"):
-        optimizer.load_state_dict(theirs.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
     assert "no rests of 6 parameters" in caplog.text
     train(other, optimizer, 2)
-    theirs.load_state_dict(optimizer.state_dict())
-    train(model, theirs, 1)
+    reference.load_state_dict(optimizer.state_dict())
+    train(model, reference, 1)
 
 
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"differentiable": True}], ids=str)
@@ -387,7 +387,7 @@ def test_a_second_pass_in_bfloat16_is_told_once(caplog):
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_max_norm_is_that_of_float32(name):
     model, plain = net(), net().float()
-    optimizer, theirs = MAKERS[name](model.parameters(), max_norm=0.05), TORCHS[name](plain.parameters())
+    optimizer, reference = MAKERS[name](model.parameters(), max_norm=0.05), TORCHS[name](plain.parameters())
     for step in range(10):
         for param, twin, gradient in zip(
             model.parameters(), plain.parameters(), gradients_like(list(plain.parameters()), step)
@@ -396,7 +396,7 @@ def test_max_norm_is_that_of_float32(name):
             twin.grad = param.grad.float()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         optimizer.step()
-        theirs.step()
+        reference.step()
         torch.testing.assert_close(optimizer.grad_norm.reshape(()), expected)
     for value, other in zip(float32_state_dict(model, optimizer).values(), plain.parameters()):
         torch.testing.assert_close(value, other.detach(), rtol=1e-5, atol=1e-5)

@@ -39,7 +39,7 @@ def params_of(optimizer):
 
 
 class Pair:
-    """One script, with an optimizer of ours, and with torch's over float32 copies."""
+    """A script run with ampkit's optimizer, and with torch's over float32 copies."""
 
     def __init__(self, rng, kind):
         self.rng, self.kind = rng, kind
@@ -59,12 +59,12 @@ class Pair:
         pick = self.rng.choice
         if issubclass(self.kind, SGD):
             momentum, dampening = pick([(0, 0), (0.9, 0), (0.5, 0.3)])
-            own = {"momentum": momentum, "dampening": dampening, "nesterov": momentum == 0.9 and pick([True, False])}
+            more = {"momentum": momentum, "dampening": dampening, "nesterov": momentum == 0.9 and pick([True, False])}
         else:
-            own = {"betas": pick([(0.9, 0.999), (0.8, 0.95), (0.0, 0.9)]), "eps": pick([1e-8, 1e-4])}
+            more = {"betas": pick([(0.9, 0.999), (0.8, 0.95), (0.0, 0.9)]), "eps": pick([1e-8, 1e-4])}
         lr = pick([1e-2, 1e-3])
         return dict(
-            lr=pick([lr, torch.tensor(lr)]), weight_decay=pick([0, 0.1]), maximize=pick([False, False, True]), **own
+            lr=pick([lr, torch.tensor(lr)]), weight_decay=pick([0, 0.1]), maximize=pick([False, False, True]), **more
         )
 
     def _make(self, kind, params):
@@ -95,12 +95,12 @@ class Pair:
 
     def reload(self):
         buffer = io.BytesIO()
-        torch.save([one.state_dict() for one in self.both], buffer)
+        torch.save([optimizer.state_dict() for optimizer in self.both], buffer)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         made = []
-        for kind, one, state in zip((self.kind, TORCHS[self.kind]), self.both, saved):
+        for kind, optimizer, state in zip((self.kind, TORCHS[self.kind]), self.both, saved):
             made.append(
-                kind([{"params": list(group["params"])} for group in one.param_groups], lr=0.5, weight_decay=0.0)
+                kind([{"params": list(group["params"])} for group in optimizer.param_groups], lr=0.5, weight_decay=0.0)
             )
             made[-1].load_state_dict(state)
         self.ours, self.theirs = made
@@ -119,7 +119,7 @@ class Pair:
                 group["weight_decay"] = 0.05
 
     def clone(self):
-        """State and data exchanged for equal tensors, as scripts do that move an optimizer."""
+        """Exchange state and data for equal tensors, as scripts do that move an optimizer."""
         for one, params in zip(self.both, (self.params, self.twins)):
             params[0].data = params[0].data.clone()
             for state in one.state.values():
@@ -159,19 +159,19 @@ def test_scripts_of_drawn_lines(kind, seed, ops):
 @pytest.mark.parametrize("kinds", [(SGD, SGD), (SGD, AdamW), (AdamW, Adam), (FusedAdam, FusedSGD)], ids=str)
 def test_two_optimizers_over_one_parameter_keep_one_rest(kinds):
     param, twin = nn.Parameter(torch.ones(4, dtype=BF16)), nn.Parameter(torch.ones(4))
-    ours = [kind([param], lr=1e-4) for kind in kinds]
-    theirs = [
-        TORCHS[kind]([twin], lr=1e-4, weight_decay=ours[i].defaults["weight_decay"]) for i, kind in enumerate(kinds)
+    alone = [kind([param], lr=1e-4) for kind in kinds]
+    references = [
+        TORCHS[kind]([twin], lr=1e-4, weight_decay=alone[i].defaults["weight_decay"]) for i, kind in enumerate(kinds)
     ]
     for step in range(60):
         param.grad, twin.grad = torch.ones(4, dtype=BF16), torch.ones(4)
-        for one in (*ours, *theirs):
-            one.step()
+        for optimizer in (*alone, *references):
+            optimizer.step()
         if step == 30:
-            for one in ours:
-                one.load_state_dict(copy.deepcopy(one.state_dict()))
-    for one in ours:
-        assert ((value(param, one) - twin.detach()).abs() < 2e-5).all()
+            for optimizer in alone:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for optimizer in alone:
+        assert ((value(param, optimizer) - twin.detach()).abs() < 2e-5).all()
 
 
 def test_an_optimizer_made_later_goes_on_with_the_rest_of_the_one_before():
@@ -189,59 +189,59 @@ def test_an_optimizer_made_later_goes_on_with_the_rest_of_the_one_before():
 @pytest.mark.parametrize("clip", [{"clip_value": 0.5}, {"max_norm": 0.5}], ids=str)
 def test_clipping_under_a_grad_scaler_is_of_unscaled_gradients(clip, dtype, fused):
     param, twin = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(3))
-    ours, theirs = SGD([param], lr=0.1, fused=fused, **clip), torch.optim.SGD([twin], lr=0.1)
+    optimizer, reference = SGD([param], lr=0.1, fused=fused, **clip), torch.optim.SGD([twin], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     slopes = torch.tensor([3.0, 0.25, -0.125])
     for _ in range(3):
-        ours.zero_grad()
+        optimizer.zero_grad()
         scaler.scale((param * slopes.to(dtype)).sum()).backward()
-        scaler.step(ours)
+        scaler.step(optimizer)
         scaler.update()
         twin.grad = slopes.clone()
         if "max_norm" in clip:
             nn.utils.clip_grad_norm_([twin], 0.5)
         else:
             nn.utils.clip_grad_value_([twin], 0.5)
-        theirs.step()
-    assert ((value(param, ours) - twin.detach()).abs() < 1e-6).all()
+        reference.step()
+    assert ((value(param, optimizer) - twin.detach()).abs() < 1e-6).all()
 
 
 @pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_how_weights_decay_comes_with_the_group_as_in_torch(kind, saved):
-    found = []
+    params = []
     for make in (kind, TORCHS[kind]):
         param = nn.Parameter(torch.ones(2))
         param.grad = torch.ones(2)
         before = saved([param], lr=0.1, weight_decay=0.5)
         before.step()
-        one = make([param])
-        one.load_state_dict(before.state_dict())
-        one.step()
+        optimizer = make([param])
+        optimizer.load_state_dict(before.state_dict())
+        optimizer.step()
         other = nn.Parameter(torch.ones(2))
         other.grad = torch.ones(2)
-        one.add_param_group({"params": [other], "decoupled_weight_decay": True, "weight_decay": 0.5})
-        one.step()
-        found += [param.detach(), other.detach()]
-    torch.testing.assert_close(found[:2], found[2:])
+        optimizer.add_param_group({"params": [other], "decoupled_weight_decay": True, "weight_decay": 0.5})
+        optimizer.step()
+        params += [param.detach(), other.detach()]
+    torch.testing.assert_close(params[:2], params[2:])
 
 
 def test_adam_that_decays_as_adamw_says_so_in_its_checkpoint():
     param = nn.Parameter(torch.ones(2))
     saved = Adam([param], decoupled_weight_decay=True).state_dict()
-    theirs = torch.optim.Adam([param])
-    theirs.load_state_dict(saved)
-    assert theirs.param_groups[0]["decoupled_weight_decay"]
-    ours = Adam([param])
-    ours.load_state_dict(saved)
+    reference = torch.optim.Adam([param])
+    reference.load_state_dict(saved)
+    assert reference.param_groups[0]["decoupled_weight_decay"]
+    optimizer = Adam([param])
+    optimizer.load_state_dict(saved)
     param.grad = torch.zeros(2)
-    ours.param_groups[0].update(lr=0.1, weight_decay=0.5)
-    ours.step()
+    optimizer.param_groups[0].update(lr=0.1, weight_decay=0.5)
+    optimizer.step()
     torch.testing.assert_close(param.detach(), torch.full((2,), 0.95))
 
 
 class OwnAdam(Adam):
-    """As scripts derive one."""
+    """A subclass, as scripts write them."""
 
 
 @pytest.mark.parametrize("make", [Adam, OwnAdam])

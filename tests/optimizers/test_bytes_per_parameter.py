@@ -1,4 +1,4 @@
-"""What training with Adam takes for each parameter: weight, perhaps a rest, gradient and two moments, of tensors that live."""
+"""Bytes that training with Adam takes for each parameter: weight, perhaps a rest, gradient and two moments, in live tensors."""
 
 import gc
 
@@ -23,11 +23,11 @@ MAKERS = {
 
 
 def bytes_held(model=None):
-    """Of all tensors that live and have as many elements as the weight, or more; each memory once."""
+    """Bytes of all live tensors with at least as many elements as the weight; each storage counts once."""
     gc.collect()
-    found = [x for x in gc.get_objects() if type(x).__module__ != "builtins" and isinstance(x, torch.Tensor)]
-    found += [] if model is None else [stored_gradient(p) for p in model.parameters()]
-    large = [x.untyped_storage() for x in found if x.numel() >= SHAPE[0] * SHAPE[1]]
+    tensors = [x for x in gc.get_objects() if type(x).__module__ != "builtins" and isinstance(x, torch.Tensor)]
+    tensors += [] if model is None else [stored_gradient(p) for p in model.parameters()]
+    large = [x.untyped_storage() for x in tensors if x.numel() >= SHAPE[0] * SHAPE[1]]
     return sum({storage.data_ptr(): storage.nbytes() for storage in large}.values())
 
 

@@ -49,18 +49,18 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, to
 @pytest.mark.parametrize("case", TWINS)
 def test_fused_optimizer_agrees_with_float64_torch_optim(case, dtype, device):
     name, settings, twin, twin_settings = TWINS[case]
-    ours, theirs = (
+    params, twins = (
         several_params(dtype, device),
         [nn.Parameter(p.detach().double().cpu()) for p in several_params(dtype)],
     )
     # Lower-precision gradients are the same numbers on both sides.
-    optimizer, reference = fused_class(name)(ours, **settings), twin(theirs, **twin_settings)
+    optimizer, reference = fused_class(name)(params, **settings), twin(twins, **twin_settings)
     for step in range(STEPS):
-        for mine, other, gradient in zip(ours, theirs, drawn_gradients(step, ours)):
-            mine.grad, other.grad = gradient, gradient.double().cpu()
+        for param, clone, gradient in zip(params, twins, drawn_gradients(step, params)):
+            param.grad, clone.grad = gradient, gradient.double().cpu()
         optimizer.step()
         reference.step()
-    assert_all_close([p.detach().cpu() for p in ours], [p.detach() for p in theirs], TOLERANCES[dtype])
+    assert_all_close([p.detach().cpu() for p in params], [p.detach() for p in twins], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("case", [case for case in TWINS if case != "adam_capturable"])
@@ -100,7 +100,7 @@ def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
 
 
 def test_state_that_holds_none_is_loaded():
-    """As torch's SGD once wrote where there was no momentum yet."""
+    """torch's SGD once wrote None where there was no momentum yet."""
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = optimizers.FusedSGD([param], lr=0.5, momentum=0.5)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": None}}})
@@ -447,7 +447,7 @@ def test_fused_adam_with_masters_trains_what_float16_alone_would_lose():
     assert torch.equal(p.detach(), torch.full((4,), 0.99).bfloat16())
 
 
-# With these rates each parameter moves by many times what bfloat16 rounds away of it in a step. The others have torch's twins
+# With these rates each parameter moves by many times the error of its rounding to bfloat16. The others have torch's twins
 # beside them in test_fused_step.py.
 MOVED = [
     *(("FusedAdam", dict(lr=0.01), level) for level in ("O0", "O1", "O3", "O4")),
@@ -471,12 +471,12 @@ def test_fused_optimizers_move_parameters_as_in_float32_at_every_level(name, set
         reference.step()
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     iterate(lambda: (model(x).float() - y).square().mean(), optimizer, 4)
-    for before, mine, theirs in zip(start, model.state_dict().values(), twin.parameters(), strict=True):
-        wanted = theirs.detach() - before
-        error = (mine.float() - before - wanted).norm()
+    for before, actual, expected in zip(start, model.state_dict().values(), twin.parameters(), strict=True):
+        wanted = expected.detach() - before
+        error = (actual.float() - before - wanted).norm()
         if level == "O0":
             assert error == 0
         else:
             # O3 has no masters: each step rounds the weights, by half a unit in the last place at most.
-            rounding = 2 * 2**-8 * theirs.detach().norm() if level == "O3" else 0.0
+            rounding = 2 * 2**-8 * expected.detach().norm() if level == "O3" else 0.0
             assert error <= 0.05 * wanted.norm() + rounding, (error, wanted.norm())

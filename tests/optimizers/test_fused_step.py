@@ -43,7 +43,7 @@ EVERY = {
 
 
 class WithSide(nn.Module):
-    """Cast weights, a kept norm, a frozen layer, and a weight that some batches leave out."""
+    """A model with cast weights, a kept norm, a frozen layer, and a weight that some batches leave out."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class WithSide(nn.Module):
 
 
 def with_fused(make, level="O2", **settings):
-    """The model of this file and a fused optimizer, initialized at a level that has masters where nothing else is said."""
+    """The model of this file and a fused optimizer, initialized by default at a level that has masters."""
     torch.manual_seed(0)
     return initialize_quietly(WithSide(), make, level, **settings)
 
@@ -80,7 +80,7 @@ def float64_twin(make_twin, optimizer):
 
 
 def gradients_in_float64(model):
-    """What the backward pass left in the model, unscaled."""
+    """The model's unscaled gradients in float64, after the backward pass."""
     return [None if p.grad is None else p.grad.double() for p in model.parameters()]
 
 
@@ -326,11 +326,11 @@ def complex_gradient(seed=0):
 
 
 def test_complex_parameters_take_sgd_as_in_torch():
-    ours, theirs = complex_gradient(), complex_gradient()
-    for optimizer in (FusedSGD([ours], **SGD), torch.optim.SGD([theirs], **SGD)):
+    param, twin = complex_gradient(), complex_gradient()
+    for optimizer in (FusedSGD([param], **SGD), torch.optim.SGD([twin], **SGD)):
         for _ in range(3):
             optimizer.step()
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(param, twin)
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

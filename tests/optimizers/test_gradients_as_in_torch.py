@@ -1,4 +1,4 @@
-"""What a script does to ``p.grad`` after the `scale_loss` block counts at the step, as in torch.
+"""Changes of ``p.grad`` by a script after the `scale_loss` block count at the step, as in torch.
 
 Each way is an ordinary line of a training script. The judges are the same script in float32, and in mixed precision written
 by hand in plain torch: ampkit may be no further from the first than the second is.
@@ -36,7 +36,7 @@ def noise_like(p, step):
     return 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1100 + step)).to(p.grad)
 
 
-# What is done to the gradient of each parameter.
+# Changes to the gradient of each parameter.
 EDITS = {
     "halved": lambda p, step: p.grad.mul_(0.5),
     "halved through data": lambda p, step: p.grad.data.mul_(0.5),
@@ -98,7 +98,7 @@ def in_float32(make_optimizer, way, blocks=1):
 
 
 def by_hand(make_optimizer, way, settings, blocks=1):
-    """The same mixed precision in plain torch: torch.autocast, or a cast model, and float32 masters updated from its gradients."""
+    """Train in that mixed precision by plain torch: autocast, or a cast model and float32 masters updated from its gradients."""
     dtype = None if settings["opt_level"] in ("O1", "O5") else settings.get("cast_model_type", torch.bfloat16)
     return in_mixed_precision(make_optimizer, way, dtype, blocks)
 
@@ -156,7 +156,7 @@ def flat(tensors):
 
 
 def turns(optimizers, blocks):
-    """Each way at each setting, the optimizers by turns."""
+    """Each way at each setting, with the optimizers in turn."""
     pairs = itertools.product(enumerate(WAYS), enumerate(SETTINGS))
     return [(way, optimizers[(i + j) % len(optimizers)], setting, blocks) for (i, way), (j, setting) in pairs]
 
@@ -228,7 +228,7 @@ def test_an_overflow_in_what_the_block_did_not_name_skips_that_step_and_moves_no
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(level, make_optimizer):
-    """The discriminator's, in the generator's block: two models that are trained in turns."""
+    """The discriminator's optimizer in the generator's block: two models that are trained in turns."""
     counts = []
     for number in (1, 2):
         models = [nn.Linear(1, 1, bias=False) for _ in range(number)]
@@ -249,7 +249,7 @@ def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(lev
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_gradient_that_a_block_did_not_come_to_is_gone_once_it_is_cleared(level):
-    """Two heads, of which a block reaches one: the other's gradient is put aside for it, and put back."""
+    """Two heads, of which a block reaches one: the other's gradient is set aside during the block, and put back."""
     heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     heads.forward = lambda x: [head(x).float().sum() for head in heads]
     heads, optimizer = initialize_quietly(heads, lambda p: torch.optim.SGD(p, lr=1.0), level, policy="apex")
@@ -293,11 +293,11 @@ def test_the_gradient_of_a_master_is_that_of_its_weight():
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_gradient_that_is_put_on_a_master_is_stepped_with(make_optimizer):
     model, optimizer = one_weight(make_optimizer=make_optimizer, opt_level="O2")
-    for given, expected in ((torch.tensor([[0.5]]), 0.5), (None, 0.5)):
+    for gradient, expected in ((torch.tensor([[0.5]]), 0.5), (None, 0.5)):
         optimizer.zero_grad()
         backward_of_one_weight(model, optimizer, 0.25)
         for master in ampkit.master_params(optimizer):
-            master.grad = given
+            master.grad = gradient
         optimizer.step()
         assert next(ampkit.master_params(optimizer)).item() == expected
 
@@ -367,7 +367,7 @@ def test_a_block_without_a_backward_pass_leaves_what_earlier_blocks_made(level, 
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_clipping_holds_for_every_step_over_the_same_gradients_and_for_what_is_added(make_optimizer, level):
-    """As torch's, which writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
+    """torch's clipping writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
     model, optimizer = one_weight(8.0, make_optimizer=make_optimizer, opt_level=level)
     backward_of_one_weight(model, optimizer, 2.0)
     assert ampkit.clip_grad_norm_(optimizer, 0.5).item() == 2.0

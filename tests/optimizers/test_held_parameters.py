@@ -39,7 +39,7 @@ WAYS = {
 
 
 def trained(way, moment, make_optimizer, level):
-    """Three steps, the groups changed at one moment of each; the weights after them."""
+    """Make three steps, change the groups at one moment of each, and return the weights."""
     model, optimizer = initialize_quietly(model_of_test(), make_optimizer, level)
     for _ in range(3):
         if moment == "before the block":
@@ -79,7 +79,7 @@ def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(ma
         optimizer.param_groups[0]["params"] = list(chosen.parameters())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         backward(loss_of(model), optimizer)
-        # Unscaled, whoever holds it: the loss is below 10 here, and the scale 65,536.
+        # Unscaled, in the group or not: the loss is below 10 here, and the scale 65,536.
         assert 0 < model[0].weight.grad.abs().max() < 10
         optimizer.step()
         model.zero_grad()
@@ -103,7 +103,7 @@ def test_as_many_other_weights_put_into_a_group_train_in_their_place(make, level
 
 
 class WithItsOwnList(torch.optim.Optimizer):
-    """SGD over a list that it keeps beside its groups."""
+    """SGD over a list of its own, kept beside its groups."""
 
     def __init__(self, params, lr=0.1, through_data=False):
         self.own = list(params)
@@ -122,7 +122,7 @@ class WithItsOwnList(torch.optim.Optimizer):
 
 
 class WithItsOwnListAndScaler(WithItsOwnList):
-    """It says of itself that it knows what a GradScaler tells."""
+    """An optimizer that claims to handle a GradScaler's scale itself."""
 
     _step_supports_amp_scaling = True
 
@@ -134,7 +134,7 @@ class WithItsOwnListAndScaler(WithItsOwnList):
 def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight(
     level, cls, closure, through_data
 ):
-    """Its masters stay where they were, and would undo each step."""
+    """The masters of the list stay where they were, and would undo each step."""
     model, optimizer = initialize_quietly(model_of_test(), lambda p: cls(p, lr=0.0, through_data=through_data), level)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
 

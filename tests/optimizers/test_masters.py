@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 class FrozenMiddle(nn.Module):
-    """Cast weights, a kept norm, a frozen layer, a floating buffer."""
+    """A model with cast weights, a kept norm, a frozen layer and a floating buffer."""
 
     def __init__(self):
         super().__init__()
@@ -48,13 +48,13 @@ class FrozenMiddle(nn.Module):
 
 
 def with_masters(level=STORED_BF16, make=OPTIMIZERS["SGD"], seed=0, **settings):
-    """The model of this file and its optimizer, initialized at a level that has masters where nothing else is said."""
+    """The model of this file and its optimizer, initialized by default at a level that has masters."""
     torch.manual_seed(seed)
     return initialize_quietly(FrozenMiddle(), make, level, **settings)
 
 
 def fit_batch(model, optimizer, seed=1):
-    """An iteration on the batch of that seed; its loss."""
+    """Run an iteration on the batch of this seed; return its loss."""
     x, y = random_batch(seed, rows=6, inputs=4, outputs=1)
     return iterate(lambda: F.mse_loss(model(x).float(), y), optimizer)
 
@@ -133,14 +133,14 @@ WRITES = {
 def test_write_reaches_masters_and_model(level, way):
     model, optimizer = with_masters(level)
     fit_batch(model, optimizer)
-    others = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
+    untouched = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
     WRITES[way](model, optimizer)
     tenth = torch.full((8, 4), 0.1)
     assert torch.equal(master_of(model, optimizer, "first.weight"), tenth)
     assert torch.equal(model.state_dict()["first.weight"], tenth)
     model.eval()(torch.ones(2, 4))
     assert torch.equal(model.first.weight, tenth.bfloat16())
-    assert_equal_states({k: v for k, v in model.state_dict().items() if k != "first.weight"}, others)
+    assert_equal_states({k: v for k, v in model.state_dict().items() if k != "first.weight"}, untouched)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -186,11 +186,11 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
     model, optimizer = with_masters(level, OPTIMIZERS[optimizer_name])
     optimizer.load_state_dict(saved)
     assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters() if p in optimizer.state}
-    found = optimizer.state_dict()
-    assert found["param_groups"] == saved["param_groups"]
+    loaded = optimizer.state_dict()
+    assert loaded["param_groups"] == saved["param_groups"]
     for index, state in saved["state"].items():
         for key, value in state.items():
-            assert torch.equal(found["state"][index][key], value) and found["state"][index][key].dtype is value.dtype
+            assert torch.equal(loaded["state"][index][key], value) and loaded["state"][index][key].dtype is value.dtype
     fit_batch(model, optimizer)
 
 

@@ -32,7 +32,7 @@ def small_model(seed=0):
 
 
 def train(model, optimizer, steps, first=0):
-    """A step on each of so many batches, which are functions of their number."""
+    """Make a step on each of so many batches, which are functions of their number."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
@@ -79,13 +79,13 @@ def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(
 )
 def test_moments_stay_narrow_where_a_session_begins_and_ends(name, state_dtype, level, dtype):
     def dtypes():
-        found = [
+        moment_dtypes = [
             value.dtype
             for state in optimizer.state.values()
             for key, value in state.items()
             if key not in ("step", "rest")
         ]
-        return set(found)
+        return set(moment_dtypes)
 
     model = small_model().to(dtype)
     optimizer = MAKERS[name](model.parameters(), state_dtype=state_dtype)
@@ -147,14 +147,14 @@ def test_state_goes_to_torch_and_comes_back():
     model = small_model()
     optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
     train(model, optimizer, 3)
-    theirs = torch.optim.AdamW(model.parameters(), **ADAM)
-    theirs.load_state_dict(optimizer.state_dict())
+    reference = torch.optim.AdamW(model.parameters(), **ADAM)
+    reference.load_state_dict(optimizer.state_dict())
     for param in model.parameters():
         packed = optimizer.state[param]["exp_avg_sq"]
-        assert torch.equal(theirs.state[param]["exp_avg_sq"], moments.unpack(packed, param.shape, False))
-    ours = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_bits(values_of(ours), values_of(optimizer))
+        assert torch.equal(reference.state[param]["exp_avg_sq"], moments.unpack(packed, param.shape, False))
+    restored = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+    restored.load_state_dict(reference.state_dict())
+    assert_same_bits(values_of(restored), values_of(optimizer))
 
 
 def test_state_in_float32_loads_into_8_bits():
@@ -208,7 +208,7 @@ def test_a_skipped_step_leaves_bits_and_count(name, level):
 
 
 def test_a_parameter_that_is_left_out_of_some_steps_keeps_its_numbers():
-    """The numbers of a parameter hang on its own place and count, not on who else has a gradient."""
+    """The random numbers of a parameter depend on its place and its count, not on which other parameters have a gradient."""
 
     def trained(freezes):
         model = small_model()

@@ -1,4 +1,4 @@
-"""What torch has had since 2.9, with sessions: Muon, gradients of a dtype of one's own. As far from float32 as torch.autocast."""
+"""Features of torch since 2.9, with sessions: Muon, and ``grad_dtype``. They are as far from float32 as torch.autocast."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ def one_by_one(model):
 
 
 def change(make, how, width=16, born_in=torch.float32):
-    """How far 20 steps have moved the weights."""
+    """The change of the weights in 20 steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3)).to(born_in)
     before = [param.detach().clone().double().flatten() for param in model.parameters()]
@@ -67,7 +67,7 @@ def test_they_train_as_well_as_under_autocast(make, width, level):
 @pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
 @pytest.mark.parametrize("born_in", (torch.bfloat16, torch.float16), ids=str)
 def test_float32_gradients_of_weights_that_came_in_lower_precision(born_in, level):
-    """torch lets no gradient of another dtype than ``grad_dtype`` be there, also when the session gives the dtype back."""
+    """torch allows no gradient of another dtype than ``grad_dtype``, also when the session restores the dtype."""
     exact = change(with_float32_gradients, "float32")
     error = (change(with_float32_gradients, level, born_in=born_in) - exact).norm() / exact.norm()
     assert error <= 0.02

@@ -53,7 +53,7 @@ def initialized(make, dtype=torch.bfloat16, model=None, **settings):
 
 @pytest.fixture
 def only_one_pass(monkeypatch):
-    """Nobody makes float32 copies of weights."""
+    """Fail the test if a step makes float32 copies of the weights."""
 
     def copies(*_):
         raise AssertionError("a step made float32 copies of the weights")
@@ -62,7 +62,7 @@ def only_one_pass(monkeypatch):
 
 
 def set_gradients(params, seed):
-    """The same numbers for each optimizer, all of which bfloat16 has."""
+    """Set the same gradients for each optimizer, all of them exact in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         values = torch.randint(-64, 64, p.shape, generator=generator) / 32.0
@@ -70,42 +70,42 @@ def set_gradients(params, seed):
 
 
 def beside_float64(make, steps, edit=lambda step, optimizer, model: None, dtype=torch.bfloat16):
-    """Steps over drawn gradients, which ``edit`` may write to, and the same of torch in float64; models and optimizers of both."""
+    """Step over random gradients, which ``edit`` may write to, and in float64 by torch; return both models and optimizers."""
     model, optimizer = initialized(make, dtype)
     assert model[0].weight.dtype is dtype
     twin = net().double()
     reference = make(twin.parameters())
     for step in range(steps):
-        for one, its in ((optimizer, model), (reference, twin)):
-            set_gradients(its.parameters(), step)
-            edit(step, one, its)
-            one.step()
+        for active, trained in ((optimizer, model), (reference, twin)):
+            set_gradients(trained.parameters(), step)
+            edit(step, active, trained)
+            active.step()
     return model, optimizer, twin, reference
 
 
 def values_of(model):
-    """Float32 values, by the format of weights and rests."""
+    """The float32 values, by the format of weights and rests."""
     pairs = [(p.detach(), value_of(p)) for p in model.parameters()]
     return [p.clone() if entry is None else kernels.join(p, entry.rest) for p, entry in pairs]
 
 
-def assert_equal_layout(found, expected):
-    """The same groups and names of states, counts with the same values; moments in float32, those of torch in float64."""
-    assert [sorted(group) for group in found["param_groups"]] == [sorted(group) for group in expected["param_groups"]]
-    assert list(found["state"]) == list(expected["state"])
-    for index, state in found["state"].items():
+def assert_equal_layout(actual, expected):
+    """Compare groups, names of states and counts, and moments: ampkit's in float32, torch's in float64."""
+    assert [sorted(group) for group in actual["param_groups"]] == [sorted(group) for group in expected["param_groups"]]
+    assert list(actual["state"]) == list(expected["state"])
+    for index, state in actual["state"].items():
         assert list(state) == list(expected["state"][index])
         for name, value in state.items():
-            theirs = expected["state"][index][name]
+            wanted = expected["state"][index][name]
             if name == "step":
-                assert float(value) == float(theirs) and value.shape == theirs.shape
+                assert float(value) == float(wanted) and value.shape == wanted.shape
             elif value is not None:
                 assert value.dtype is torch.float32
-                torch.testing.assert_close(value.double(), theirs, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def assert_trained_alike(model, optimizer, twin, reference):
-    """As in float64: values, and the state of the optimizers."""
+    """Compare values and the state of the optimizers with float64's."""
     assert_equal_layout(optimizer.state_dict(), reference.state_dict())
     for found, expected in zip(values_of(model), twin.parameters(), strict=True):
         torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
@@ -133,13 +133,13 @@ def sets_a_count_back(step, optimizer, model):
 
 @pytest.mark.parametrize("edit", [without_the_first, sets_a_count_back])
 def test_parameters_have_their_own_counts(edit):
-    """Those that have stepped at different times, and one whose count a script sets back."""
+    """Parameters that have stepped at different times, and a parameter whose count a script sets back."""
     assert_trained_alike(*beside_float64(lambda p: torch.optim.AdamW(p, lr=1e-2), 9, edit))
 
 
 @pytest.mark.parametrize("make", [OPTIONS["AdamW"], OPTIONS["SGD, momentum and decay"], OPTIONS["AdamW, fused"]])
 def test_state_goes_to_torch_and_back(make, only_one_pass):
-    """Ours into a plain optimizer over float32 weights, and that one's into ours: each goes on as the other would have."""
+    """ampkit's state goes into a plain optimizer over float32 weights, and back: each continues as the other would have."""
     model, optimizer = initialized(make)
     for seed in range(3):
         set_gradients(model.parameters(), seed)
@@ -148,17 +148,17 @@ def test_state_goes_to_torch_and_back(make, only_one_pass):
     with torch.no_grad():
         for p, value in zip(plain.parameters(), values_of(model)):
             p.copy_(value)
-    theirs = make(plain.parameters())
-    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    reference = make(plain.parameters())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for seed in range(3, 6):
-        for one, params in ((optimizer, model.parameters()), (theirs, plain.parameters())):
+        for active, params in ((optimizer, model.parameters()), (reference, plain.parameters())):
             set_gradients(params, seed)
-            one.step()
+            active.step()
     for a, b in zip(values_of(model), plain.parameters()):
         torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
-    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     after = optimizer.state_dict()["state"]
-    for index, state in theirs.state_dict()["state"].items():
+    for index, state in reference.state_dict()["state"].items():
         for name, value in state.items():
             assert after[index][name].dtype is value.dtype and torch.equal(after[index][name], value), name
 
@@ -183,11 +183,11 @@ def test_an_option_that_is_switched_on_in_mid_run_is_torchs_own_step_and_said_on
 def test_a_step_that_a_script_has_replaced_runs_over_float32_and_is_said_once(caplog):
     def adamw(params):
         optimizer = torch.optim.AdamW(params, lr=1e-2)
-        own, optimizer.updates = optimizer.step, 0
+        original, optimizer.updates = optimizer.step, 0
 
         def step(closure=None):
             optimizer.updates += 1
-            return own(closure)
+            return original(closure)
 
         optimizer.step = step
         return optimizer
@@ -214,14 +214,14 @@ def test_off_the_step_torchs_functions_are_torchs():
     model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
     plain = nn.Linear(3, 2)
     twin = copy.deepcopy(plain)
-    ours, theirs = torch.optim.AdamW(plain.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: ours.step())
+    beside, reference = torch.optim.AdamW(plain.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: beside.step())
     for seed in range(3):
         set_gradients(model.parameters(), seed)
         set_gradients(plain.parameters(), seed)
         set_gradients(twin.parameters(), seed)
         optimizer.step()
-        theirs.step()
+        reference.step()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters()))
     ampkit.close()
     assert ways._running.step is None
@@ -229,7 +229,7 @@ def test_off_the_step_torchs_functions_are_torchs():
 
 
 def test_a_step_of_the_scripts_own_is_not_torchs():
-    """Put on the instance, as patches for stochastic rounding are: it steps over float32 parameters, and loses nothing."""
+    """A step() put on the instance, as patches for stochastic rounding do: it steps over float32 parameters, and loses nothing."""
 
     def step(self, closure=None):
         with torch.no_grad():

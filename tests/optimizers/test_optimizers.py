@@ -1,4 +1,4 @@
-"""What optimizers, and the things that people put around them, do after initialize: groups, schedulers, closures, odd tensors."""
+"""Optimizers after initialize, and what scripts put around them: groups, schedulers, closures, odd tensors."""
 
 import copy
 import warnings
@@ -35,12 +35,12 @@ def backward_of(model, optimizer, factor=1.0):
 
 
 def shrink_output(model, optimizer, factor=1.0):
-    """An iteration on X, its loss times a factor."""
+    """Run an iteration on X, with its loss times a factor."""
     iterate(lambda: loss_of(model) * factor, optimizer)
 
 
 def plain_weights(make_optimizer=sgd, steps=3):
-    """The same training in float32."""
+    """The weights after the same training in float32."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     for _ in range(steps):
@@ -240,7 +240,7 @@ CLOSURE_OPTIMIZERS = {
 
 
 class UsersSGD(torch.optim.SGD):
-    """Nobody knows how often it evaluates."""
+    """An optimizer of which ampkit cannot know how often it evaluates the closure."""
 
 
 @pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
@@ -331,7 +331,7 @@ class Bare:
 
 
 class Wrapping:
-    """In the manner of LARC: no Optimizer, everything is the inner one's."""
+    """A wrapper in the manner of LARC: no Optimizer; all attributes are the inner optimizer's."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -347,7 +347,7 @@ class Wrapping:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Shares the groups of a fast optimizer and pulls its weights back to slow ones every second step."""
+    """An optimizer that shares a fast optimizer's groups, and pulls the weights back to slow weights every second step."""
 
     def __init__(self, fast):
         self.fast = fast
@@ -499,7 +499,7 @@ def test_overflow_in_a_sparse_gradient_skips_the_step(level):
 
 
 class Mixed(nn.Module):
-    """Parameters that no level casts, beside one that is."""
+    """A model with parameters that no level casts, and one parameter that is cast."""
 
     def __init__(self):
         super().__init__()

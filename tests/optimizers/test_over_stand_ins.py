@@ -18,7 +18,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_over_float32_parameters(name):
-    """Of matrices: Muon takes no others. What remains is the rest of a float16 weight, which rounds in the 26th bit."""
+    """Parameters are matrices: Muon takes no others. The error left is a float16 weight's rest, which rounds in the 26th bit."""
     model = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Linear(16, 20, bias=False))
     assert_steps_as_over_float32(model, OPTIMIZERS[name], "O2", tolerance=1e-6)
 
@@ -35,7 +35,7 @@ def test_state_is_in_the_order_of_parameters_as_in_torch(name):
 
 
 class CallsItsClass(torch.optim.SGD):
-    """Its step has torch's hooks around it, and its class's step inside of it has them too."""
+    """An optimizer whose step has torch's hooks around it, as has its class's step, which it calls."""
 
     def step(self, closure=None):
         return super().step(closure)

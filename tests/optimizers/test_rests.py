@@ -36,7 +36,7 @@ def net(seed=0):
 
 
 def initialized(make=adamw, dtype=BF16, model=None, **settings):
-    """Without a loss scale where nothing else is said."""
+    """Initialize, by default without a loss scale."""
     model = net() if model is None else model
     optimizer = make(model.parameters())
     settings = {"loss_scale": 1.0, "cast_model_type": dtype, **settings}
@@ -59,7 +59,7 @@ def assert_same(found, expected):
 
 
 def one_layer():
-    """Few tensors, for many steps."""
+    """A model of few tensors, for many steps."""
     torch.manual_seed(0)
     return nn.Linear(6, 3, bias=False)
 
@@ -70,7 +70,7 @@ def one_layer():
     [(adamw, one_layer, 300), (sgd, net, 50), (torch_adamw, one_layer, 300), (torch_sgd, net, 50)],
 )
 def test_training_is_that_of_whole_float32_masters(make, build, steps, dtype):
-    """Whose weights are rounded ties away: in bfloat16 bit for bit; in float16 values below 2^-14 are kept to 2^-40."""
+    """The masters' weights are rounded ties away: equal bits in bfloat16; in float16 values below 2^-14 are kept to 2^-40."""
     model, optimizer = initialized(make, dtype, build(), one_pass_step=False)
     twin = build().to(dtype)
     masters = [nn.Parameter(p.detach().clone()) for p in build().parameters()]
@@ -201,7 +201,7 @@ def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
 @pytest.mark.parametrize("value", (0.0, float("inf"), float("nan"), 1.0))
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 def test_a_write_to_one_element_of_a_loan_leaves_the_others(dtype, value):
-    """Whatever stands in the weight meanwhile: what is put back has its float32 value again."""
+    """Other elements may hold anything meanwhile: an element that is put back has its float32 value again."""
     model, optimizer = initialized(sgd, dtype)
     iterate(lambda: model(random_batch()[0]).float().square().mean(), optimizer, 2)
     before, kept = model.state_dict()["0.weight"].clone(), model[0].weight.detach().clone()

@@ -1,4 +1,4 @@
-"""What the hooks on an optimizer's step write, before the update and after it, counts as it does in float32.
+"""Writes by the hooks on an optimizer's step, before the update and after it, count as they do in float32.
 
 Weights, inputs and rates are powers of two, so that every number of the two steps is exact in bfloat16: a write that was lost
 shows as another number.
@@ -33,7 +33,7 @@ HOOKS = {
 
 
 class Derived(torch.optim.SGD):
-    """Nothing is known of its step, which runs over stand-ins."""
+    """An optimizer whose step ampkit does not know; it runs over stand-ins."""
 
 
 OPTIMIZERS = {

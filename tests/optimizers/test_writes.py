@@ -37,7 +37,7 @@ each_pair = pytest.mark.parametrize("setting, optimizer", PAIRS)
 
 
 def prepared(setting, optimizer="FusedSGD"):
-    """A model whose values are no numbers of lower precision any more, and its optimizer."""
+    """A model whose float32 values lower precision cannot hold, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3))
     settings = dict(SETTINGS[setting])
@@ -59,11 +59,11 @@ def elsewhere(write):
 
 
 def bits(tensor):
-    """The weights' memory as numpy sees it, which torch does not hear of."""
+    """The weights' memory as a numpy array; torch does not see writes to it."""
     return tensor.detach().view(torch.int16).numpy()
 
 
-# Weights: what stands in them afterwards is their value. What is assigned in float32 is that.
+# Weights: the numbers in them afterwards are their values. An assigned float32 tensor is the float32 value.
 
 
 WRITTEN = {
@@ -85,14 +85,14 @@ WRITTEN = {
 }
 
 
-def assert_within(found, expected, bound, dtype):
+def assert_within(actual, expected, bound, dtype):
     """EXACT: bit for bit, but for float16's 2^-40 below 2^-14. HALF: of the last place that ``dtype`` has there."""
     if bound is EXACT:
         limit = torch.where(expected.abs() < 2.0**-14, 2.0**-40, 0.0) if dtype is torch.float16 else 0.0
     else:
         unit = torch.exp2(torch.frexp(expected).exponent.float() - (11 if dtype is torch.float16 else 8))
         limit = unit / 2
-    assert ((found.double() - expected.double()).abs() <= limit).all(), (found - expected).abs().max()
+    assert ((actual.double() - expected.double()).abs() <= limit).all(), (actual - expected).abs().max()
 
 
 def assert_step_without_gradients_changes_nothing(model, optimizer):
@@ -123,7 +123,7 @@ def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     assert all(value.isfinite().all() for value in float32_values(model).values())
 
 
-# Masks: what is kept is kept to the last bit, what is masked is 0.
+# Masks: elements that are kept do not change by a bit, masked elements are 0.
 
 
 MASKED = {
@@ -171,7 +171,7 @@ def taken(p):
     return p.data.clone()
 
 
-# What is kept of a weight, a write, and how what was kept comes back.
+# A copy of a weight, a write, and a way of restoring the copy.
 PUT_BACK = {
     "copied": (lambda p: p.detach().clone(), changed, lambda p, kept: p.copy_(kept)),
     "copied to data": (taken, changed, lambda p, kept: p.data.copy_(kept)),
@@ -188,7 +188,7 @@ PUT_BACK = {
         lambda p: bits(p).fill(0),
         lambda p, kept: kept[0].__setitem__(slice(None), kept[1]),  # to the memory as it was taken before
     ),
-    # What lower precision holds, assigned as float32.
+    # Numbers that lower precision holds, assigned as float32.
     "in float32": (lambda p: p.data.float().clone(), changed, lambda p, kept: setattr(p, "data", kept)),
     "after zeros": (taken, lambda p: p.data.zero_(), lambda p, kept: p.data.copy_(kept)),
     "after infinities": (taken, lambda p: p.data.fill_(float("inf")), lambda p, kept: p.data.copy_(kept)),
@@ -285,7 +285,7 @@ def test_what_is_put_back_for_a_whole_model_is_back_to_the_last_bit(way, setting
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-# Float32 values that are handed out: exact. Those of a state_dict() are copies.
+# Float32 values that ampkit returns: exact. The values of a state_dict() are copies.
 
 
 LENT = {
@@ -357,7 +357,7 @@ def test_a_state_dict_is_not_kept_and_has_one_tensor_for_tied_weights(keep_vars)
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_reading_float32_values_writes_nothing(setting):
-    """Also where a weight is 0 for a while, beside which its rest counts for nothing."""
+    """Also where a weight is 0 for a while, so that its rest has no effect."""
     model, optimizer = prepared(setting)
     before = float32_values(model)
     backup = model[2].weight.data.clone()
@@ -370,7 +370,7 @@ def test_reading_float32_values_writes_nothing(setting):
     assert all(torch.equal(value, before[name]) for name, value in float32_values(model).items())
 
 
-# Gradients: what stands there is stepped with. A plain SGD step of rate 1 moves by the gradient.
+# Gradients: the step uses the current ``p.grad``. A plain SGD step of rate 1 moves by the gradient.
 
 
 GRADIENTS = {

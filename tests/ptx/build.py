@@ -1,4 +1,4 @@
-"""Has nvcc make PTX of csrc/cuda, for each architecture a folder of files; where there is no nvcc, says so.
+"""Make PTX of csrc/cuda by nvcc, in a folder for each architecture; without nvcc, say so.
 
 python tests/ptx/build.py build/ptx
 """
@@ -30,11 +30,11 @@ def build(
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     # The longest first.
-    sources = sorted((csrc / "cuda").glob("*.cu"), key=lambda one: "step" not in one.name)
+    sources = sorted((csrc / "cuda").glob("*.cu"), key=lambda source: "step" not in source.name)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
         done = [pool.submit(make, source, arch, folder, flags) for source in sources for arch in architectures]
-        for one in done:
-            one.result()
+        for job in done:
+            job.result()
 
 
 if __name__ == "__main__":

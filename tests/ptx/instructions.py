@@ -1,4 +1,4 @@
-"""What each instruction of PTX computes, for one lane per element: NVIDIA's "PTX ISA" in numpy, as far as csrc/cuda needs it.
+"""The results of each instruction of PTX, one lane per element: NVIDIA's "PTX ISA" in numpy, as far as csrc/cuda needs it.
 
 A form that is not in ``FORMS`` is an error where a kernel is translated: nothing is skipped, and nothing is taken for something
 like it. So a sum without ``.rn``, which ptxas may contract into a fused multiply-add, is as unknown as an approximate quotient.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Types of PTX. Floats of 16 bits are bits to registers, and to what converts them.
+#: Types of PTX. For registers and conversions 16-bit floats are bits.
 DTYPES = {
     "pred": np.dtype(bool),
     **{f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
@@ -25,7 +25,7 @@ NAN16 = np.uint16(0x7FFF)
 
 
 def canonical(x):
-    """Results in float32, whose NaNs are all one."""
+    """Results in float32, with a single bit pattern for NaN."""
     is_nan = np.isnan(x)
     return np.where(is_nan, NAN32, x) if is_nan.any() else x
 
@@ -41,7 +41,7 @@ def fma(a, b, c):
 
 
 def shift(b, bits: int):
-    """An amount to shift by: numpy shifts everything out, or in, from the width on, as PTX does."""
+    """An amount to shift by: from the width on numpy shifts everything out, or in, as PTX does."""
     return np.minimum(b, np.uint32(bits))
 
 
@@ -97,7 +97,7 @@ FORMS: dict[str, Form] = {}
 
 
 def define(name: str, types: str, result: str, operands: str, text: str) -> None:
-    """Adds a form for each of the types, that stand for T."""
+    """Add a form for each of the types, which replace T."""
     for one in types.split():
         named = [one if word == "T" else word for word in (result, *operands.split())]
         FORMS[name.replace("T", one)] = Form(named[0], tuple(named[1:]), text.replace("BITS", one[1:]))

@@ -1,4 +1,4 @@
-"""Runs entries of PTX on arrays with an element for each thread: see README.md beside this file.
+"""Run entries of PTX on arrays with an element for each thread: see README.md beside this file.
 
 Blocks run many at once. Of the threads that may go on, those at the lowest program counter do, so that threads that parted meet
 again where their ways join. A thread that is at a barrier waits until no other thread of any block may go on.
@@ -17,14 +17,14 @@ WARP = 32
 LANES_AT_ONCE = 16_384
 MOST_STEPS = 200_000  # of one gang of blocks; what takes more does not end
 READ, WRITE, ATOMIC = "read", "write", "atomic"
-#: What memory holds that was allocated and never written: no number that anything computes.
+#: The content of memory that was allocated and never written: a number that nothing computes.
 UNWRITTEN = np.uint64(0xD1B54A32D192ED03)
 FIRST_ADDRESS = 65_536  # of memory that may be there; an array cannot begin at 0
-NEVER, BEFORE, NOBODY, SEVERAL = -4, -3, -2, -1  # in the place of a thread that has accessed a byte
+NEVER, BEFORE, NOBODY, SEVERAL = -4, -3, -2, -1  # instead of the number of a thread that has accessed a byte
 
 
 class Access(NamedTuple):
-    """What the threads of one instruction did in global memory."""
+    """The accesses of global memory that the threads of one instruction made."""
 
     kind: str
     address: np.ndarray
@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """The memory of this process, in which only what ``find`` knows may be accessed: address -> (base, size), or None."""
+    """The memory of this process. Only allocations that ``find`` knows may be accessed: address -> (base, size), or None."""
 
     def __init__(self, find: Callable[[int], tuple[int, int] | None]) -> None:
         self.find = find
@@ -50,14 +50,14 @@ class Memory:
         for base, end in self.known.items():
             if base <= address < end:
                 return base, end
-        found = self.find(address)
-        if found is None:
+        extent = self.find(address)
+        if extent is None:
             return 0, 0
-        self.known[found[0]] = sum(found)
-        return found[0], sum(found)
+        self.known[extent[0]] = sum(extent)
+        return extent[0], sum(extent)
 
     def check(self, address: np.ndarray, size: int, place: Place) -> int:
-        """Raises where an access is misaligned or leaves its allocation."""
+        """Raise if an access is misaligned or leaves its allocation."""
         if (address & np.uint64(size - 1)).any():
             raise PtxError(f"a misaligned access of {size} bytes: {place}")
         low, high = int(address.min()), int(address.max())
@@ -82,7 +82,7 @@ class Shared:
         self.reader = np.full(self.bytes.size, NOBODY)
 
     def reach(self, kind: str, block, address, size: int, thread, place: Place) -> np.ndarray:
-        """Where these accesses begin, after a look at who has accessed their bytes."""
+        """The places at which these accesses begin, after a check of who has accessed their bytes."""
         if (address & np.uint64(size - 1)).any() or int(address.max()) + size > self.limit:
             raise PtxError(f"a misaligned access of shared memory, or one beyond its {self.limit} bytes: {place}")
         start = block * self.stride + address.astype(np.int64)
@@ -90,11 +90,11 @@ class Shared:
         writer, reader = self.writer[bytes_], self.reader[bytes_]
         if kind == READ and (writer == NEVER).any():
             raise PtxError(f"shared memory that nobody has written is read: {place}")
-        own = (writer == thread) | (writer == BEFORE) | (writer == NEVER)
+        is_own = (writer == thread) | (writer == BEFORE) | (writer == NEVER)
         marks, did = (self.reader, "read") if kind == READ else (self.writer, "written")
         marks[bytes_] = thread
         alone = ((reader == thread) | (reader == NOBODY)) & (marks[bytes_] == thread)
-        if not own.all() or not (kind == READ or alone.all()):
+        if not is_own.all() or not (kind == READ or alone.all()):
             raise PtxError(
                 f"a race: shared memory is {did} that another thread has accessed since the last barrier: {place}"
             )
@@ -108,7 +108,7 @@ class Shared:
 
 
 class Gang:
-    """Some blocks of a launch, that run together: the state that translated instructions work on."""
+    """The state that translated instructions work on, for several blocks of a launch that run together."""
 
     def __init__(
         self, entry: Entry, parameters: np.ndarray, first: int, blocks: int, threads: int, grid: int, memory: Memory
@@ -135,7 +135,7 @@ class Gang:
         return value if lanes is None or value.ndim == 0 else value[lanes]
 
     def moved(self, value, lanes):
-        """Of a register that is only moved to another: what comes of paths that never meet."""
+        """The value of a register that is only moved to another; on paths that never meet it may be unset."""
         return value if value is None else self.taken(value, lanes)
 
     def put(self, number: int, lanes, value) -> None:
@@ -194,7 +194,7 @@ class Gang:
         self.meet(ready, other, lanes[~outcome])
 
     def pass_barriers(self, waiting: dict[int, np.ndarray], ready: dict) -> None:
-        """Lets the blocks go on of which all threads wait at one barrier."""
+        """Release the blocks all of whose threads wait at the same barrier."""
         arrived = {
             number: np.bincount(self.block_of[lanes], minlength=len(self.epoch)) for number, lanes in waiting.items()
         }
@@ -215,7 +215,7 @@ class Gang:
             self.meet(ready, number + 1, lanes)
 
     def shuffle(self, lanes, mode: str, value, b, c, mask, place: Place):
-        """shfl.sync: lanes take the value of another of their warp, if it lies in their segment."""
+        """Run shfl.sync: a lane takes the value of another lane of its warp, if that lies in its segment."""
         lanes = self.lanes if lanes is None else lanes
         warp = lanes - self.in_block[lanes] % WARP
         lane = self.in_block[lanes] % WARP
@@ -284,7 +284,7 @@ class Gang:
 
 
 def launch(entry: Entry, parameters: bytes, grid: int, threads: int, memory: Memory) -> list[Access]:
-    """Runs all blocks, and gives what they did in global memory."""
+    """Run all blocks; return their accesses of global memory."""
     if len(parameters) != entry.parameters.size:
         raise PtxError(f"{len(parameters)} bytes of parameters, where {entry.name} takes {entry.parameters.size}")
     if not 0 < threads <= (entry.max_threads or 1024) or grid < 1:
@@ -302,21 +302,21 @@ def launch(entry: Entry, parameters: bytes, grid: int, threads: int, memory: Mem
 
 
 def find_races(log: list[Access], threads: int) -> None:
-    """Raises where two threads access the same memory, one of them writes, and no barrier lies between."""
-    written = {one.base for one in log if one.kind != READ}
-    log = [one for one in log if one.base in written or one.base == 0]
+    """Raise if two threads access the same memory, one of them writes, and no barrier lies between."""
+    written = {access.base for access in log if access.kind != READ}
+    log = [access for access in log if access.base in written or access.base == 0]
     if not log:
         return
-    width = min(one.size for one in log)
-    parts = [(one, np.repeat(np.arange(one.address.size), one.size // width)) for one in log]
+    width = min(access.size for access in log)
+    parts = [(access, np.repeat(np.arange(access.address.size), access.size // width)) for access in log]
     key = np.concatenate(
         [
-            np.add.outer(one.address // np.uint64(width), np.arange(one.size // width, dtype=np.uint64)).ravel()
-            for one in log
+            np.add.outer(access.address // np.uint64(width), np.arange(access.size // width, dtype=np.uint64)).ravel()
+            for access in log
         ]
     )
-    thread = np.concatenate([one.thread[which] for one, which in parts])
-    writes = np.concatenate([np.full(which.size, one.kind != READ) for one, which in parts])
+    thread = np.concatenate([access.thread[which] for access, which in parts])
+    writes = np.concatenate([np.full(which.size, access.kind != READ) for access, which in parts])
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - np.uint64(1)))
     lowest, highest = (how.reduceat(thread[order], starts) for how in (np.minimum, np.maximum))
@@ -331,21 +331,19 @@ def find_races(log: list[Access], threads: int) -> None:
 
 
 def check_order(accesses: list[tuple[int, Access, int]], threads: int) -> None:
-    """Raises where accesses of one place by different threads are not ordered, and it matters which comes first."""
-    for (one_thread, one, i), (other_thread, other, j) in itertools.combinations(accesses, 2):
-        if one_thread == other_thread or READ == one.kind == other.kind or ATOMIC == one.kind == other.kind:
+    """Raise if accesses of one place by different threads are not ordered, and it matters which comes first."""
+    for (a_thread, a, i), (b_thread, b, j) in itertools.combinations(accesses, 2):
+        if a_thread == b_thread or READ == a.kind == b.kind or ATOMIC == a.kind == b.kind:
             continue
-        in_block = one_thread // threads == other_thread // threads
-        if in_block and one.epoch[i] != other.epoch[j]:
+        in_block = a_thread // threads == b_thread // threads
+        if in_block and a.epoch[i] != b.epoch[j]:
             continue
-        # What is written after a shuffle hangs on what all lanes have read before. (What they have written need not be seen.)
-        in_warp = in_block and one_thread % threads // WARP == other_thread % threads // WARP
-        if in_warp and (one.kind, other.kind) == (READ, WRITE) and one.shuffles[i] < other.shuffles[j]:
+        # A write after a shuffle depends on what all lanes have read before. (Their own writes need not be visible.)
+        in_warp = in_block and a_thread % threads // WARP == b_thread % threads // WARP
+        if in_warp and (a.kind, b.kind) == (READ, WRITE) and a.shuffles[i] < b.shuffles[j]:
             continue
-        if in_warp and (one.kind, other.kind) == (WRITE, READ) and one.shuffles[i] > other.shuffles[j]:
+        if in_warp and (a.kind, b.kind) == (WRITE, READ) and a.shuffles[i] > b.shuffles[j]:
             continue
-        if WRITE == one.kind == other.kind and one.size == other.size and (one.values[i] == other.values[j]).all():
+        if WRITE == a.kind == b.kind and a.size == b.size and (a.values[i] == b.values[j]).all():
             continue
-        raise PtxError(
-            f"a race: threads {one_thread} and {other_thread} access the same memory: {one.place}; {other.place}"
-        )
+        raise PtxError(f"a race: threads {a_thread} and {b_thread} access the same memory: {a.place}; {b.place}")

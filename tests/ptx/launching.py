@@ -30,7 +30,7 @@ _free.argtypes = [ctypes.c_void_p]
 
 
 def demangled(name: str) -> str:
-    """A kernel's name with the arguments of its template, and without its parameters: the host passes these otherwise."""
+    """A kernel's name with the arguments of its template, and without its parameters, which the host writes differently."""
     pointer = _demangle(name.encode(), None, None, None)
     if not pointer:
         raise PtxError(f"no name of C++: {name}")
@@ -48,14 +48,14 @@ def demangled(name: str) -> str:
 
 
 def other_storages() -> list[tuple[int, int]]:
-    """Where memory of tensors begins, and its size: a deep copy's, a file's and shared memory come from no allocator of torch's."""
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided and one.device.type == "cpu"]
-    return [(one.data_ptr(), one.nbytes()) for one in storages]
+    """(address, size) of every tensor's memory: that of deep copies, files and shared memory comes from no allocator of torch's."""
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided and x.device.type == "cpu"]
+    return [(x.data_ptr(), x.nbytes()) for x in storages]
 
 
 class Snapshots(Memory):
-    """Memory that keeps what each allocation held when it was first accessed. ``listed`` tells of what torch's allocator gave."""
+    """Memory that keeps what each allocation held at its first access. ``listed`` finds allocations of torch's allocator."""
 
     def __init__(self, listed) -> None:
         super().__init__(self._find)
@@ -64,11 +64,11 @@ class Snapshots(Memory):
         self.before: dict[int, np.ndarray] = {}
 
     def _find(self, address: int) -> tuple[int, int] | None:
-        found = self.listed(address)
-        if found is None:
+        extent = self.listed(address)
+        if extent is None:
             self.others = other_storages() if self.others is None else self.others
-            found = next((one for one in self.others if 0 <= address - one[0] < one[1]), None)
-        return found
+            extent = next((x for x in self.others if 0 <= address - x[0] < x[1]), None)
+        return extent
 
     def allocation(self, address: int) -> tuple[int, int]:
         base, end = super().allocation(address)
@@ -77,7 +77,7 @@ class Snapshots(Memory):
         return base, end
 
     def keep(self, parameters: bytes) -> None:
-        """Takes in what parameters point to, so that it counts too if the PTX does not write what the emulation writes."""
+        """Keep the memory that parameters point to, so that it is compared too if only the emulation writes to it."""
         for address in np.frombuffer(parameters[: len(parameters) // 8 * 8], np.uint64).tolist():
             found = self.listed(address)
             if found is not None and found[0] not in self.known:
@@ -106,7 +106,7 @@ class Machine:
         self.launched = Counter({(file, name): 0 for name, some in self.entries.items() for file, *_ in some})
         self.one_at_a_time = threading.Lock()
         self.last: tuple[str, list[Access], Snapshots]
-        self.heard = None  # called after each launch with its entry's name and what it did in memory
+        self.heard = None  # called after each launch with its entry's name and its accesses of memory
 
     def begin(self, entry: str, parameters: bytes, blocks: int, threads: int, shared: int) -> None:
         self.one_at_a_time.acquire()
@@ -146,7 +146,7 @@ class Machine:
 
 
 def compare(name: str, by_ptx: np.ndarray, by_emulation: np.ndarray) -> None:
-    """Raises where bytes differ that are no NaN of both."""
+    """Raise if bytes differ that do not belong to a NaN on both sides."""
     if np.array_equal(by_ptx, by_emulation):
         return
     # The code of a NaN in a packed moment has its sign, as have a block's largest numbers: the tests of moments look at these.
@@ -156,14 +156,14 @@ def compare(name: str, by_ptx: np.ndarray, by_emulation: np.ndarray) -> None:
         whole = by_ptx.size // size * size
         for infinity in infinities:
             magnitude = np.array((1 << 8 * size - 1) - 1, bits)
-            both = [(one[:whole].view(bits) & magnitude) > np.array(infinity, bits) for one in (by_ptx, by_emulation)]
+            both = [(x[:whole].view(bits) & magnitude) > np.array(infinity, bits) for x in (by_ptx, by_emulation)]
             differs[:whole] &= ~np.repeat(both[0] & both[1], size)
     if differs.any():
         at = np.flatnonzero(differs)
         first = at[0] // 4 * 4
-        found = [one[first : first + 4].tobytes()[::-1].hex() for one in (by_ptx, by_emulation)]
+        shown = [x[first : first + 4].tobytes()[::-1].hex() for x in (by_ptx, by_emulation)]
         raise PtxError(
-            f"{name}: {at.size} bytes differ, the first at {at[0]} of {by_ptx.size}: {found[0]}, emulated {found[1]}"
+            f"{name}: {at.size} bytes differ, the first at {at[0]} of {by_ptx.size}: {shown[0]}, emulated {shown[1]}"
         )
 
 
@@ -171,7 +171,7 @@ _attached: list[Machine] = []
 
 
 def attach(folder: Path = FOLDER) -> None:
-    """Has the emulation hand every launch over from now on."""
+    """Make the emulation hand over every launch from now on."""
     import ampkit_emulated
 
     _attached.append(Machine(folder, ampkit_emulated.allocation))

@@ -39,7 +39,7 @@ def run(body, *arrays, threads=32, grid=1, **how):
 def compute(name, rows):
     """Results of an instruction, a thread for each row of operands, as bits."""
     form = FORMS[name]
-    arrays, body, given = [], [], []
+    arrays, body, registers = [], [], []
     for i, kind in enumerate(form.operands):
         bits = 8 * DTYPES[kind].itemsize if kind != "pred" else 32
         arrays.append(np.array([row[i] for row in rows], f"u{bits // 8}"))
@@ -49,10 +49,10 @@ def compute(name, rows):
             body.append(f"ld.global.u32 %r30, [%rd30];\nsetp.ne.u32 {register}, %r30, 0;")
         else:
             body.append(f"ld.global.{kind if kind in LETTERS else f'u{bits}'} {register}, [%rd30];")
-        given.append(register)
+        registers.append(register)
     bits = 8 * DTYPES[form.result].itemsize if form.result != "pred" else 32
     result = f"%{LETTERS.get(form.result, {16: 'rs', 32: 'r', 64: 'rd'}[bits])}20"
-    body.append(f"{name} {result}, {', '.join(given)};")
+    body.append(f"{name} {result}, {', '.join(registers)};")
     if form.result == "pred":
         body.append("selp.b32 %r20, 1, 0, %p20;")
         result = "%r20"
@@ -187,7 +187,7 @@ def test_an_instruction_gives_what_the_manual_says(name):
 
 
 def test_what_is_rounded_is_the_exact_result():
-    """Of fma, halfway cases above all: a product that ends in a half of the last place, and a sum that decides."""
+    """Rounding of fma, above all halfway cases: a product that ends in half of the last place, and a sum that decides."""
     draw = random.Random(0)
     rows = []
     for _ in range(500):
@@ -205,24 +205,24 @@ def test_what_is_rounded_is_the_exact_result():
     "name", ["add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "cvt.rn.f32.f64", "cvt.rn.f32.s32"]
 )
 def test_float32_is_float64s_rounded(name):
-    """For these, rounding the result in float64 once more is exact: it has more than twice the digits."""
+    """For these, rounding the float64 result once more is exact: it has more than twice the digits."""
     draw = np.random.default_rng(0)
     wide = name.endswith(".f64")
     bits = draw.integers(0, 1 << (64 if wide else 32), (200, len(FORMS[name].operands)), np.uint64)
     kind = FORMS[name].operands[0]
-    given = [
+    inputs = [
         bits[:, i].astype(f"u{DTYPES[kind].itemsize}").view(DTYPES[kind]).astype(np.float64)
         for i in range(bits.shape[1])
     ]
     operations = {"add": np.add, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt}
     with np.errstate(all="ignore"):
-        exact = operations.get(name.split(".")[0], lambda x: x)(*given).astype(np.float32)
+        exact = operations.get(name.split(".")[0], lambda x: x)(*inputs).astype(np.float32)
     exact = np.where(np.isnan(exact), np.uint32(NAN), exact.view(np.uint32))
     assert compute(name, bits.tolist()) == exact.tolist()
 
 
 def test_every_form_that_is_rare_has_a_row():
-    """Of those that compute: what only differs by a type, or the sense of a comparison, is one form."""
+    """Forms that compute; forms that differ only by a type, or by the sense of a comparison, count as one."""
     common = (
         "setp.",
         "selp.",

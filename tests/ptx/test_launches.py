@@ -52,7 +52,7 @@ STEPS = [
 
 
 def randoms(sizes, dtype, begin=0):
-    """Numbers of many magnitudes, with some that are none; ``begin`` elements into their memory."""
+    """Numbers of many magnitudes, some of them 0, subnormal or huge; ``begin`` elements into their memory."""
     made = [torch.randn(size + begin) * 2.0 ** torch.randint(-30, 12, (size + begin,)) for size in sizes]
     for one in made:
         one[5::97] = torch.tensor([0.0, -0.0, 1e-42, 3e38])[torch.arange(one[5::97].numel()) % 4]
@@ -63,20 +63,20 @@ def take_step(rule, mix, sizes, begin=0, **changes):
     function, states, _, settings = RULES[rule]
     grad, param, state, low = mix
     grads, params = randoms(sizes, grad, begin), randoms(sizes, param, begin)
-    if state is PACKED:  # in which the sign of a NaN is a bit of its own, that processors choose otherwise
-        grads, params = ([one.clamp(-100, 100) for one in some] for some in (grads, params))
+    if state is PACKED:  # in which the sign of a NaN is a separate bit, on which processors differ
+        grads, params = ([t.clamp(-100, 100) for t in tensors] for tensors in (grads, params))
     columns = []
     for k in range(states):
-        values = [one.abs() if k else one for one in randoms(sizes, F32)]
+        values = [t.abs() if k else t for t in randoms(sizes, F32)]
         if state is PACKED:
-            columns.append([moments.pack(one, k == 0) for one in values])
+            columns.append([moments.pack(t, k == 0) for t in values])
         else:
-            columns.append([one.to(state) for one in values])
+            columns.append([t.to(state) for t in values])
     lower = None
     if low is REST:
-        lower = [torch.randint(-(2**14), 2**14, one.shape).to(torch.int16) for one in params]
+        lower = [torch.randint(-(2**14), 2**14, t.shape).to(torch.int16) for t in params]
     elif low is not None:
-        lower = [torch.empty_like(one, dtype=low) for one in params]
+        lower = [torch.empty_like(t, dtype=low) for t in params]
     if rule == "novograd":
         columns.append(torch.rand(len(sizes)))
     elif not columns:
@@ -116,19 +116,19 @@ def test_an_overflow_writes_nothing(mix):
 
 
 @pytest.mark.parametrize("begin", [0, 3])
-@pytest.mark.parametrize(("given", "wanted"), [*itertools.product((F32, F16, BF16), repeat=2)], ids=str)
-def test_sums_products_and_norms(given, wanted, begin):
-    x, y = ([one.nan_to_num() for one in some] for some in (randoms(SIZES, given, begin), randoms(SIZES, wanted)))
-    x[-1][[70, 66_000]] = torch.tensor([float("inf"), float("nan")], dtype=given)
-    out = [torch.empty(one.numel() + 3 - begin, dtype=wanted)[3 - begin :] for one in y]  # aligned where x is not
-    found, bad = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
-    kernels.multi_tensor_scale(x, out, 0.3, found_inf=found, first_bad=bad)
-    assert found.item() == 1 and bad.item() == len(SIZES) - 1
-    torch.testing.assert_close(out[-2], (x[-2].float() * 0.3).to(wanted), rtol=0, atol=0)
+@pytest.mark.parametrize(("source", "target"), [*itertools.product((F32, F16, BF16), repeat=2)], ids=str)
+def test_sums_products_and_norms(source, target, begin):
+    x, y = ([t.nan_to_num() for t in group] for group in (randoms(SIZES, source, begin), randoms(SIZES, target)))
+    x[-1][[70, 66_000]] = torch.tensor([float("inf"), float("nan")], dtype=source)
+    out = [torch.empty(t.numel() + 3 - begin, dtype=target)[3 - begin :] for t in y]  # aligned where x is not
+    found_inf, bad = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
+    kernels.multi_tensor_scale(x, out, 0.3, found_inf=found_inf, first_bad=bad)
+    assert found_inf.item() == 1 and bad.item() == len(SIZES) - 1
+    torch.testing.assert_close(out[-2], (x[-2].float() * 0.3).to(target), rtol=0, atol=0)
     kernels.multi_tensor_axpby(x, y, out, 2.0, -0.5)
     kernels.multi_tensor_unscale_l2norm(x, out, inv_scale=0.25, per_tensor=True)
     norm, _ = kernels.multi_tensor_l2norm(y, per_tensor=True)
-    wide = torch.cat([one.double() for one in y]).norm()  # which may be beyond float32
+    wide = torch.cat([t.double() for t in y]).norm()  # which may be beyond float32
     torch.testing.assert_close(norm, wide.float()[None], rtol=1e-6, atol=0)
 
 
@@ -157,20 +157,20 @@ def test_weights_and_rests_of_all_bits(dtype):
 def test_lists_that_take_two_launches():
     x = randoms((1, 2, 3) * 330, F32)
     before = launching.attached().launches()
-    out = [torch.empty_like(one) for one in x]
+    out = [torch.empty_like(t) for t in x]
     kernels.multi_tensor_scale(x, out, 0.5)
     assert launching.attached().launches() == before + 2
-    for one, other in zip(x, out, strict=True):
-        assert torch.equal(one * 0.5, other)
+    for t, result in zip(x, out, strict=True):
+        assert torch.equal(t * 0.5, result)
 
 
 def test_lists_that_are_long_otherwise():
     x = randoms(MANY, F32)
-    out = [torch.empty_like(one) for one in x]
+    out = [torch.empty_like(t) for t in x]
     kernels.multi_tensor_axpby(x, x, out, 1.0, 1.0)
     weights, rests = (
-        [torch.empty_like(one, dtype=BF16) for one in x],
-        [torch.empty_like(one, dtype=torch.int16) for one in x],
+        [torch.empty_like(t, dtype=BF16) for t in x],
+        [torch.empty_like(t, dtype=torch.int16) for t in x],
     )
     kernels.multi_tensor_split(x, weights, rests)
     kernels.multi_tensor_join(weights, rests, out)
@@ -181,12 +181,12 @@ def test_lists_that_are_long_otherwise():
     take_step("lamb", MIXES[0], (1,) * 270)
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_loss_scale(found):
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_loss_scale(found_inf):
     state = torch.zeros(7, dtype=torch.int32)
     state.view(F32)[0] = 1024.0
-    kernels.update_scale(state, torch.tensor([found]), growth_interval=1)
-    assert state.view(F32)[0] == (512.0 if found else 2048.0)
+    kernels.update_scale(state, torch.tensor([found_inf]), growth_interval=1)
+    assert state.view(F32)[0] == (512.0 if found_inf else 2048.0)
 
 
 def test_the_architectures_differ_in_names_alone():
@@ -201,5 +201,5 @@ def test_the_architectures_differ_in_names_alone():
 
 
 def test_every_entry_was_launched():
-    """The last of this file: by the tests before it, in one process."""
+    """The tests before this one, in the same process, launch all of them; so it is the last of this file."""
     assert launching.attached().never_launched() == []

@@ -1,4 +1,4 @@
-"""What kernels read and write, from PTX: what their algorithms need, and what the page says."""
+"""Bytes that kernels read and write, counted from PTX, against the need of their algorithms and the numbers of the page."""
 
 import pytest
 from helpers import ROOT
@@ -16,21 +16,21 @@ def row_of_page(name: str) -> list[str]:
 @pytest.mark.parametrize("name", traffic.CASES)
 def test_a_kernel_moves_the_bytes_that_it_needs(name):
     make, reads, writes = traffic.CASES[name]
-    found = traffic.measured(make())
-    assert 1 <= found.ratio(reads + writes) <= 1.05
-    assert found.read.bytes / traffic.ELEMENTS <= 1.05 * reads
-    assert found.written.bytes / traffic.ELEMENTS <= 1.05 * writes + 0.01
+    counted = traffic.measured(make())
+    assert 1 <= counted.ratio(reads + writes) <= 1.05
+    assert counted.read.bytes / traffic.ELEMENTS <= 1.05 * reads
+    assert counted.written.bytes / traffic.ELEMENTS <= 1.05 * writes + 0.01
     page = row_of_page(name)
     told = [float(number) for number in page[2].split(" + ")]
-    moved = [one.bytes / traffic.ELEMENTS for one in (found.read, found.written)]
+    moved = [side.bytes / traffic.ELEMENTS for side in (counted.read, counted.written)]
     # Where memory begins may move the last digit.
     assert moved == pytest.approx(told, abs=0.002), "run python -m ptx.traffic"
     assert page[1] == f"{reads} + {writes}", "run python -m ptx.traffic"
-    assert page[4:6] == [traffic.of_sectors(one) for one in (found.read, found.written)], "run python -m ptx.traffic"
+    assert page[4:6] == [traffic.of_sectors(x) for x in (counted.read, counted.written)], "run python -m ptx.traffic"
 
 
 def test_a_tensor_that_begins_elsewhere_is_moved_once_too():
-    """By more requests of fewer bytes, whose sectors meet in the cache."""
+    """More requests of fewer bytes move it, whose sectors meet in the cache."""
     x, out = traffic.numbers(traffic.F32), traffic.numbers(traffic.F32)
     found = traffic.measured(lambda: traffic.kernels.multi_tensor_scale([x[0][1:]], [out[0][1:]], 0.5))
     assert found.read.bytes == found.written.bytes == 4 * (traffic.ELEMENTS - 1)
@@ -38,7 +38,7 @@ def test_a_tensor_that_begins_elsewhere_is_moved_once_too():
 
 
 def test_sectors_are_counted_of_each_warp():
-    """By hand: a warp reads 4 bytes a lane, in 4 sectors; another every second of 8, and one lane of a third the same again."""
+    """Counts by hand: a warp reads 4 bytes a lane, in 4 sectors; another every second of 8, a lane of a third the same again."""
     address = [*range(0, 128, 4), *range(4096, 4096 + 256, 8), 4096]
     access = launching.Access(
         "read", traffic.np.array(address, "uint64"), 4, traffic.np.arange(65), None, None, None, None, 0

@@ -1,4 +1,4 @@
-"""What each kernel reads and writes in global memory, counted in a run from PTX, beside what its algorithm needs.
+"""Bytes that each kernel reads and writes in global memory, counted in a run from PTX, beside the need of its algorithm.
 
     AMPKIT_EXTENSION=emulated AMPKIT_EMULATION=ptx PYTHONPATH=tests:build/emulation python -m ptx.traffic
 
@@ -28,13 +28,13 @@ import ptxas
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ELEMENTS = 2 * 65_536  # two chunks
 SECTOR = 32
-#: Of Adam: gradients, parameters, moments, and what lies beside the parameters.
+#: Adam's gradients, parameters, moments, and the tensors beside the parameters.
 REST, PACKED = "rests", "8 bits"
 ADAM = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-6, step=3)
 
 
 class Counted(NamedTuple):
-    """Bytes of one kind of access, and how many of the sectors that they lie in are taken as a whole."""
+    """Bytes of one kind of access, and how many of their sectors are accessed as a whole."""
 
     bytes: int
     sectors: int
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
 
 
 def count(access: Access) -> Counted:
-    """Of one instruction of many warps."""
+    """The count of one instruction of many warps."""
     asked = np.unique(np.stack([access.thread // WARP, access.address.astype(np.int64)]), axis=1)
     _, lanes = np.unique(np.stack([asked[0], asked[1] // SECTOR]), axis=1, return_counts=True)
     return Counted(asked.shape[1] * access.size, lanes.size, int((lanes * access.size >= SECTOR).sum()))
@@ -61,7 +61,7 @@ class Traffic(NamedTuple):
 
 
 def measured(call: Callable[[], object]) -> Traffic:
-    """Of all launches that a call makes."""
+    """The counts of all launches that a call makes."""
     logs: dict[str, list[Access]] = {}
     launching.attached().heard = lambda name, log: logs.setdefault(name, []).extend(log)
     try:
@@ -201,7 +201,7 @@ def row_of(name: str, traffic: Traffic, used: dict[str, list[ptxas.Used]]) -> st
 
 
 def what_ptxas_says() -> dict[str, list[ptxas.Used]]:
-    """By the names of kernels, for each architecture."""
+    """The numbers of ptxas by the names of kernels, for each architecture."""
     said: dict[str, list[ptxas.Used]] = {}
     for arch in ARCHITECTURES:
         of_arch = {}

@@ -1,4 +1,4 @@
-"""Entries of PTX as Python: a function for each stretch of instructions that only its first can be jumped to."""
+"""Entries of PTX as Python: a function for each stretch of instructions of which only the first is a target of jumps."""
 
 import re
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from ptx.instructions import DTYPES, FORMS
 
 
 class PtxError(Exception):
-    """What PTX does not allow, or this interpreter does not know, with the line of the source."""
+    """An error for PTX that is not allowed, or not known to this interpreter, with the line of the source."""
 
 
 class Place(NamedTuple):
-    """Where an instruction stands."""
+    """The place of an instruction in the PTX and in its source."""
 
     text: str
     line: int  # of the PTX
@@ -118,22 +118,22 @@ class Entry:
     # Reading
 
     def _instructions(self, first: int, end: int) -> Iterator[Instruction | str]:
-        """The instructions and labels of a body, registers named so that those of an inner scope are others."""
+        """Yield the instructions and labels of a body; registers of an inner scope get other names."""
         scopes: list[dict[str, str]] = [{}]
         source, counted = "", 0
         for number in range(first, end):
             text = self.module.lines[number].split("//")[0].strip()
-            if found := re.match(r"\.loc\s+(\d+) (\d+)", text):
-                source = f"{self.module.files.get(found[1], '?')}:{found[2]}" if found[2] != "0" else source
+            if match := re.match(r"\.loc\s+(\d+) (\d+)", text):
+                source = f"{self.module.files.get(match[1], '?')}:{match[2]}" if match[2] != "0" else source
                 continue
             while text:
                 if text[0] in "{}":
                     counted += text[0] == "{"
                     scopes.append({}) if text[0] == "{" else scopes.pop()
                     text = text[1:].strip()
-                elif found := re.match(r"([$\w]+):", text):
-                    yield found[1]
-                    text = text[found.end() :].strip()
+                elif match := re.match(r"([$\w]+):", text):
+                    yield match[1]
+                    text = text[match.end() :].strip()
                 else:
                     statement, semicolon, text = text.partition(";")
                     place = Place(statement.strip(), number + 1, source)
@@ -169,7 +169,7 @@ class Entry:
         return Instruction(name.strip(), operands, guard, place)
 
     def _place(self, instruction: Instruction | str) -> None:
-        """Adds it to the last block, and begins another after what ends one."""
+        """Add the instruction to the last block, and begin a new block after an instruction that ends one."""
         if isinstance(instruction, str):
             if self.blocks[-1].instructions:
                 self.blocks.append(Block())
@@ -254,13 +254,13 @@ class Writer:
         return f"c{len(self.constants) - 1}"
 
     def read(self, operand: str, kind: str, moves: bool = False) -> str:
-        """An operand as the type that an instruction takes: the lower bits of a register, a constant, an address."""
+        """Return an operand as the type that an instruction takes: the lower bits of a register, a constant, an address."""
         dtype = DTYPES[kind]
         if operand in SPECIAL:
             return f"s.taken({SPECIAL[operand]}, I)"
-        if found := FLOAT.match(operand):
-            bits = np.uint32 if found[1] == "f" else np.uint64
-            return self.constant(bits(int(found[2], 16)).view(f"f{bits().itemsize}").astype(dtype))
+        if match := FLOAT.match(operand):
+            bits = np.uint32 if match[1] == "f" else np.uint64
+            return self.constant(bits(int(match[2], 16)).view(f"f{bits().itemsize}").astype(dtype))
         if WORD.match(operand):
             bits = np.dtype(f"uint{dtype.itemsize * 8}").type(int(operand) % (1 << dtype.itemsize * 8))
             return self.constant(bits.view(dtype))
@@ -268,27 +268,27 @@ class Writer:
             if operand in layout.offsets:
                 return self.constant(dtype.type(layout.offsets[operand]))
         name = self.register(operand)
-        own = self.entry.dtypes[name]
+        stored = self.entry.dtypes[name]
         if name not in self.written:
-            (self.moved_before if moves and own == dtype else self.read_before).add(name)
-        if own == dtype:
+            (self.moved_before if moves and stored == dtype else self.read_before).add(name)
+        if stored == dtype:
             return name
-        if own.itemsize == dtype.itemsize and own.kind != "b" and dtype.kind != "b":
+        if stored.itemsize == dtype.itemsize and stored.kind != "b" and dtype.kind != "b":
             return f"{name}.view('{dtype.name}')"
-        if own.itemsize > dtype.itemsize and own.kind == "u":
+        if stored.itemsize > dtype.itemsize and stored.kind == "u":
             return f"{name}.astype('uint{dtype.itemsize * 8}').view('{dtype.name}')"
         raise ValueError(f"{operand} is too narrow")
 
     def assign(self, operand: str, kind: str, text: str) -> None:
         name = self.register(operand)
-        dtype, own = DTYPES[kind], self.entry.dtypes[name]
+        dtype, stored = DTYPES[kind], self.entry.dtypes[name]
         self.written[name] = None
-        if own == dtype:
+        if stored == dtype:
             self.lines.append(f"{name} = {text}")
-        elif own.itemsize == dtype.itemsize and own.kind != "b" and dtype.kind != "b":
-            self.lines.append(f"{name} = ({text}).view('{own.name}')")
-        elif own.itemsize > dtype.itemsize and own.kind == "u" and dtype.kind in "ui":
-            self.lines.append(f"{name} = ({text}).astype('{own.name}')")
+        elif stored.itemsize == dtype.itemsize and stored.kind != "b" and dtype.kind != "b":
+            self.lines.append(f"{name} = ({text}).view('{stored.name}')")
+        elif stored.itemsize > dtype.itemsize and stored.kind == "u" and dtype.kind in "ui":
+            self.lines.append(f"{name} = ({text}).astype('{stored.name}')")
         else:
             raise ValueError(f"{operand} has no room")
 
@@ -311,22 +311,22 @@ class Writer:
                 self.outcome = f"{'~' if guard[0] == '!' else ''}{self.read(guard.lstrip('!'), 'pred')}"
             if name == "bar.red.or.pred":
                 self.outcome = self.read(operands[2], "pred")
-                # What the barrier gives is there after it.
+                # The result of the barrier is there after it.
                 self.read_before.add(self.register(operands[2])) if operands[2][1:] not in self.written else None
         elif name in FORMS and not any("{" in operand for operand in operands):
             form = FORMS[name]
-            result, *given = operands
+            result, *sources = operands
             texts = [
-                self.read(one, kind, name.startswith("mov.")) for one, kind in zip(given, form.operands, strict=True)
+                self.read(x, kind, name.startswith("mov.")) for x, kind in zip(sources, form.operands, strict=True)
             ]
             self.assign(result, form.result, form.text.format(*texts))
         elif name in ("mov.b32", "mov.b64"):
             self.write_parts(name, *operands)
-        elif found := ACCESS.match(name):
-            self.write_access(*found.groups(), operands, place)
-        elif found := SHUFFLE.match(name):
-            texts = [self.read(one, "b32") for one in operands[2:]]
-            self.lines.append(f"given = s.shuffle(I, '{found[1]}', {', '.join(texts)}, {self.at(place)})")
+        elif match := ACCESS.match(name):
+            self.write_access(*match.groups(), operands, place)
+        elif match := SHUFFLE.match(name):
+            texts = [self.read(operand, "b32") for operand in operands[2:]]
+            self.lines.append(f"given = s.shuffle(I, '{match[1]}', {', '.join(texts)}, {self.at(place)})")
             self.assign(operands[0], "b32", "given[0]")
             self.assign(operands[1], "pred", "given[1]")
         elif name == "atom.global.min.s64":
@@ -336,15 +336,15 @@ class Writer:
             raise KeyError(name)
 
     def write_parts(self, name: str, result: str, operand: str) -> None:
-        """A move between a register and those that hold its lower and upper half."""
+        """Write a move between a register and the registers that hold its lower and upper half."""
         whole, half = ("b32", "b16") if name == "mov.b32" else ("b64", "b32")
         bits = int(half[1:])
         if operand[0] == "{":
-            low, high = (self.read(one.strip(), half) for one in operand[1:-1].split(","))
+            low, high = (self.read(part.strip(), half) for part in operand[1:-1].split(","))
             wide = DTYPES[whole].name
             self.assign(result, whole, f"({low}.astype('{wide}') | {high}.astype('{wide}') << np.{wide}({bits}))")
             return
-        low, high = (one.strip() for one in result[1:-1].split(","))
+        low, high = (part.strip() for part in result[1:-1].split(","))
         self.lines.append(f"halves = {self.read(operand, whole)}")
         self.assign(low, half, f"halves.astype('{DTYPES[half].name}')")
         self.assign(high, half, f"(halves >> np.{DTYPES[whole].name}({bits})).astype('{DTYPES[half].name}')")
@@ -353,16 +353,16 @@ class Writer:
         self, how: str, space: str, count: str | None, kind: str, operands: list[str], place: Place
     ) -> None:
         values, address = operands if how == "ld" else operands[::-1]
-        parts = [one.strip() for one in values.strip("{}").split(",")]
+        parts = [part.strip() for part in values.strip("{}").split(",")]
         if len(parts) != int(count or 1):
             raise ValueError(f"{len(parts)} operands")
         at = self.address(address)
         if how == "st":
             if space == "param":
                 raise ValueError("parameters are only read")
-            texts = "".join(f"{self.read(one, kind)}, " for one in parts)
+            texts = "".join(f"{self.read(part, kind)}, " for part in parts)
             self.lines.append(f"s.store('{space}', I, {at}, '{DTYPES[kind].name}', ({texts}), {self.at(place)})")
             return
         self.lines.append(f"given = s.load('{space}', I, {at}, '{DTYPES[kind].name}', {len(parts)}, {self.at(place)})")
-        for k, one in enumerate(parts):
-            self.assign(one, kind, f"given[{k}]")
+        for k, part in enumerate(parts):
+            self.assign(part, kind, f"given[{k}]")

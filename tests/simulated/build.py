@@ -1,4 +1,4 @@
-"""Builds the simulated GPUs of README.md beside this file, where torch was built with CUDA 13; elsewhere says that it does not.
+"""Build the simulated GPUs of README.md beside this file, if torch was built with CUDA 13; else say that it does not.
 
 python tests/simulated/build.py build/simulated
 """

@@ -1,4 +1,4 @@
-"""For pytest (``-p simulated_cuda``) and scripts: torch's operators, and our kernels, on the simulated devices of README.md."""
+"""torch's operators and ampkit's kernels on the simulated devices of README.md: for pytest (``-p simulated_cuda``) and scripts."""
 
 import importlib.abc
 import importlib.util
@@ -11,7 +11,7 @@ BUILT = Path(__file__).resolve().parents[2] / "build" / "simulated"
 
 
 class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Has ``ampkit._cuda`` be the kernels that were compiled for the host."""
+    """A finder that imports the kernels compiled for the host as ``ampkit._cuda``."""
 
     def find_spec(self, name, path, target=None):
         return importlib.util.spec_from_loader(name, self) if name == "ampkit._cuda" else None
@@ -28,7 +28,7 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install():
-    """Raises where the process was not started with LD_PRELOAD=build/simulated/libruntime.so."""
+    """Raise unless the process was started with LD_PRELOAD=build/simulated/libruntime.so."""
     if torch.cuda.device_count() != 2:
         raise RuntimeError("the simulated devices are not there: see tests/simulated/README.md")
     torch.ops.load_library(str(BUILT / "liboperators.so"))

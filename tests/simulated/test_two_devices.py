@@ -34,7 +34,7 @@ BUILT = ROOT / "build" / "simulated"
 
 
 class Halves(nn.Module):
-    """The first half on one device, the second on another."""
+    """A model with its first half on one device and its second on another."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Halves(nn.Module):
 
 
 def train(model, optimizer, iterations=5, overflow_at=2):
-    """The last loss, and the weights in float32 on the host. One iteration overflows where a loss scale can tell."""
+    """Train; return the last loss, and the weights in float32 on the host. With a loss scale one iteration overflows."""
     device = next(reversed(list(model.parameters()))).device
     for number in range(iterations):
         x, y = (tensor.to(device) for tensor in random_batch(seed=number))
@@ -111,17 +111,17 @@ def test_iterations_may_take_turns_on_two_streams(name, level):
     model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     for number in range(4):
-        one, other = (main, side) if number % 2 else (side, main)
+        stream, other_stream = (main, side) if number % 2 else (side, main)
         x, y = (tensor.cuda() for tensor in random_batch(seed=number))
-        one.wait_stream(other)
-        with torch.cuda.stream(one):
+        stream.wait_stream(other_stream)
+        with torch.cuda.stream(stream):
             optimizer.zero_grad()
             loss = F.mse_loss(model(x).float(), y)
             backward(loss * (math.inf if number == 2 else 1.0), optimizer)
             if number == 1:
                 ampkit.clip_grad_norm_(optimizer, 1.0)
-        other.wait_stream(one)
-        with torch.cuda.stream(other):
+        other_stream.wait_stream(stream)
+        with torch.cuda.stream(other_stream):
             optimizer.step()
         main.wait_stream(side)
     weights = [param.detach().float().cpu() for param in model.parameters()]
@@ -171,7 +171,7 @@ def test_no_other_device_is_touched():
 
 @TWO
 def test_kernels_run_on_the_device_and_the_stream_of_their_tensors():
-    """On cuda:1, and on a stream of it that is no default one, while cuda:0 is the current device."""
+    """The stream is one of cuda:1, and not its default stream, while cuda:0 is the current device."""
     stream = torch.cuda.Stream("cuda:1")
     before = torch.cuda.current_stream("cuda:1")
     torch.cuda.set_stream(stream)
@@ -219,20 +219,20 @@ def test_a_finding_is_not_read_before_it_has_arrived():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "name, level, what",
+    "name, level, missing",
     [
         ("AdamW fused", "O2", "the loss scale"),
         ("FusedAdam", "O5", "the optimizer's state"),
         ("FusedSGD", "O5", "the opt"),
     ],
 )
-def test_a_graph_is_not_captured_before_the_first_iteration(name, level, what):
-    """Its replays would each begin with the loss scale and the moments of the first."""
+def test_a_graph_is_not_captured_before_the_first_iteration(name, level, missing):
+    """Every replay would begin with the loss scale and the moments of the first."""
     settings = {"check_gradients": False} if level == "O5" else {}  # a check counts skips where the loss scale is
     model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level, **settings)
     x, y = (tensor.cuda() for tensor in random_batch())
     with (
-        pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{what}"),
+        pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{missing}"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         backward(F.mse_loss(model(x).float(), y), optimizer)

@@ -1,4 +1,4 @@
-"""Injects faults into training runs for as long as one likes, and tells which of ampkit's promises did not hold.
+"""Inject faults into training runs for as long as you like, and report which of ampkit's promises did not hold.
 
     make soak                            every group of faults, 10 minutes
     make soak MINUTES=60 SEED=3          longer, and other cases

@@ -64,7 +64,7 @@ class Row:
 
 
 class Attempt:
-    """One attempt in a process of its own, which leads a session, so that all it starts ends with it."""
+    """An attempt in its own process. The process leads a session, so everything it starts ends with it."""
 
     def __init__(self, row: Row, seed: int, number: int, folder: Path) -> None:
         self.row, self.seed, self.number = row, seed, number
@@ -91,7 +91,7 @@ class Attempt:
         return self.seconds > self.row.promise.limit
 
     def _run(self) -> None:
-        """In the child: make the attempt, and write what came of it."""
+        """Make the attempt in the child, and write the result."""
         os.setsid()
         log = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
@@ -107,7 +107,7 @@ class Attempt:
         os._exit(0)
 
     def end(self) -> None:
-        """Enter what came of it into the row: it has ended, or has had its time."""
+        """Enter the result into the row, once the attempt has ended or its time is over."""
         row, was_late, seconds = self.row, self.is_late, self.seconds
         kill_all_of(self.pid)
         os.close(self.ended)
@@ -129,7 +129,7 @@ class Attempt:
 
 
 def case(promise: Promise, seed: int, number: int) -> dict[str, Any]:
-    """Make the attempt with this number, and tell how often it has attacked, and what it has measured."""
+    """Make the attempt with this number; return how often it attacked, and its measurements."""
     torch.manual_seed(number)
     made = promise.attempt(random.Random(f"{seed}/{promise.name}/{number}"))
     attacks, measured = made if isinstance(made, tuple) else (made, {})
@@ -142,9 +142,9 @@ def kill_all_of(leader: int) -> None:
 
 
 def soak(rows: list[Row], minutes: float, seed: int, workers: int, first: bool = False) -> None:
-    """Attempts in ``workers`` processes at a time, until the time is over; those that have begun then may end.
+    """Run attempts in ``workers`` processes at a time until the time is over; attempts that are running by then may end.
 
-    With ``first`` it is over with the first violation.
+    With ``first`` the first violation ends it.
     """
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="ampkit-soak-") as name:
@@ -160,17 +160,17 @@ def soak(rows: list[Row], minutes: float, seed: int, workers: int, first: bool =
                     row.number += 1
                 if not running or (first and any(row.violations for row in rows)):
                     return
-                ready, _, _ = select.select([one.ended for one in running], [], [], 0.2)
-                for one in [one for one in running if one.ended in ready or one.is_late]:
-                    running.remove(one)
-                    one.end()
+                ready, _, _ = select.select([attempt.ended for attempt in running], [], [], 0.2)
+                for attempt in [attempt for attempt in running if attempt.ended in ready or attempt.is_late]:
+                    running.remove(attempt)
+                    attempt.end()
         finally:
-            for one in running:
-                kill_all_of(one.pid)
+            for attempt in running:
+                kill_all_of(attempt.pid)
 
 
 def _poorest(rows: list[Row], running: list[Attempt], until: float) -> Row | None:
-    """The promise that has had the least time for its share; None when the time is over."""
+    """Return the promise with the least time for its share so far; None when the time is over."""
     if time.monotonic() > until:
         return None
 

@@ -38,7 +38,7 @@ ITERATIONS = 12
 
 
 def digest(run: Run) -> str:
-    """Of all that a step may change, and of the loss scale."""
+    """A digest of all that a step may change, and of the loss scale."""
     everything = hashlib.sha256()
     for name, value in sorted(run.state().items()):
         everything.update(repr((name, bits(value))).encode())
@@ -68,9 +68,9 @@ def train(recipe: Recipe, folder: Path, tell: Callable[[str], object] = lambda w
         tell("writes")
         saved(run, folder, iteration + 1)
         tell("trains")
-    found = digest(run)
+    result = digest(run)
     ampkit.close()
-    return found
+    return result
 
 
 @promise(
@@ -104,11 +104,11 @@ def a_killed_run_continues_bit_for_bit(draw: random.Random) -> int:
 
 
 def be_killed(recipe: Recipe, folder: Path, pipe: int) -> None:
-    """In a child: train, and tell of each checkpoint that is begun and done."""
+    """Train in a child, and write to the pipe as each checkpoint begins and ends."""
     status = 1
     try:
-        found = train(recipe, folder, lambda word: os.write(pipe, word[:1].encode()))
-        (folder / "digest").write_text(found)
+        result = train(recipe, folder, lambda word: os.write(pipe, word[:1].encode()))
+        (folder / "digest").write_text(result)
         status = 0
     finally:
         sys.stdout.flush()
@@ -116,7 +116,7 @@ def be_killed(recipe: Recipe, folder: Path, pipe: int) -> None:
 
 
 def killed(draw: random.Random, child: int, pipe: int, lasts: float) -> bool:
-    """Kill a run at a random instant, or soon after it has begun to write; whether it was killed."""
+    """Kill a run at a random instant, or soon after it begins to write; return whether it was killed."""
     if draw.random() < 0.5:
         for _ in range(draw.randint(1, 4)):
             word = b""
@@ -189,16 +189,16 @@ def a_torn_checkpoint_is_refused(draw: random.Random) -> int:
             bad = bytearray(draw.choice([b"", b"PK\x03\x04", b"\x80\x02}q\x00.", draw.randbytes(300)]))
         path.write_bytes(bad)
         try:
-            found = checkpoint.load(path)
+            loaded = checkpoint.load(path)
         except checkpoint.CheckpointError as error:
             assert "expected" in str(error)
             continue
-        assert same(found, wanted), (how, at, recipe)
+        assert same(loaded, wanted), (how, at, recipe)
     return attacks
 
 
 def place_in_a_tensor(draw: random.Random, file: bytes) -> int:
-    """Of a byte of a record. Those between the records have no checksum, and torch does not read all of them."""
+    """The place of a byte in a record. Bytes between records have no checksum, and torch does not read all of them."""
     with zipfile.ZipFile(io.BytesIO(file)) as archive:
         record = draw.choice([one for one in archive.infolist() if one.file_size])
     lengths = struct.unpack_from("<HH", file, record.header_offset + 26)
@@ -206,7 +206,7 @@ def place_in_a_tensor(draw: random.Random, file: bytes) -> int:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Two nested checkpoints, bit for bit."""
+    """Whether two nested checkpoints are equal bit for bit."""
     (ours, form), (theirs, expected) = tree_flatten(found), tree_flatten(wanted)
     return form == expected and [bits(value) for value in ours] == [bits(value) for value in theirs]
 
@@ -293,20 +293,20 @@ def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
     return attacks
 
 
-def assert_same_numbers(found: Any, wanted: Any, what: Any) -> None:
-    """Weights and moments as saved, to the last bit that float16's rests hold; counts exactly."""
-    for one, other in zip(found["models"], wanted["models"], strict=True):
-        for name, value in other.items():
+def assert_same_numbers(actual: Any, wanted: Any, case: Any) -> None:
+    """Compare weights and moments up to the last bit that float16's rests hold."""
+    for actual_state, wanted_state in zip(actual["models"], wanted["models"], strict=True):
+        for name, value in wanted_state.items():
             torch.testing.assert_close(
-                one[name].double(), value.double(), rtol=1e-6, atol=1e-9, msg=lambda m: f"{m} {what}"
+                actual_state[name].double(), value.double(), rtol=1e-6, atol=1e-9, msg=lambda m: f"{m} {case}"
             )
-    for one, other in zip(found["optimizers"], wanted["optimizers"], strict=True):
-        assert one["state"].keys() == other["state"].keys(), what
-        for key, state in other["state"].items():
+    for actual_state, wanted_state in zip(actual["optimizers"], wanted["optimizers"], strict=True):
+        assert actual_state["state"].keys() == wanted_state["state"].keys(), case
+        for key, state in wanted_state["state"].items():
             for name, value in state.items():
                 if value is not None:
-                    ours = torch.as_tensor(one["state"][key][name]).double()
-                    torch.testing.assert_close(ours, torch.as_tensor(value).double(), rtol=1e-6, atol=1e-12)
+                    number = torch.as_tensor(actual_state["state"][key][name]).double()
+                    torch.testing.assert_close(number, torch.as_tensor(value).double(), rtol=1e-6, atol=1e-12)
 
 
 def foreigners(draw: random.Random, state: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -328,14 +328,14 @@ def foreigners(draw: random.Random, state: dict[str, Any]) -> list[tuple[str, An
     ]
 
 
-def refuses(run: Run, foreign: tuple[str, Any], before: Any, what: Any) -> None:
-    """An error, and nothing of it loaded."""
+def refuses(run: Run, foreign: tuple[str, Any], before: Any, case: Any) -> None:
+    """Check that loading raises an error and changes nothing."""
     part, state = foreign
     try:
         run.players[0].optimizer.load_state_dict(state) if part == "optimizer" else ampkit.load_state_dict(state)
     except (ValueError, ampkit.CheckpointError) as error:
         assert str(error)
     else:
-        raise AssertionError(f"a foreign {part} state was loaded: {what}")
-    assert_same(run.state(), before[0], what)
-    assert ampkit.state_dict() == before[1], what
+        raise AssertionError(f"a foreign {part} state was loaded: {case}")
+    assert_same(run.state(), before[0], case)
+    assert ampkit.state_dict() == before[1], case

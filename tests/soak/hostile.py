@@ -27,7 +27,7 @@ from .promise import promise
 from .runs import OPTIMIZERS
 from .threads import in_threads
 
-#: Calls that run what they are given, and the functions that may all the same, with the reason.
+#: Calls that run their argument as code, and the functions that may do so, with the reason.
 RUNS_CODE = (
     "pickle.load",
     "pickle.loads",
@@ -42,15 +42,15 @@ ALLOWED = {("ampkit/scripts/running.py", "exec"): "runs the script that the comm
 
 
 def calls_that_run_code(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, call) of those in a file that would run what is in a file, a name or a string."""
+    """Yield (line, call) of each call that would run code from a file, a name or a string."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
-        name, given = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
-        if name in RUNS_CODE or (name.startswith("subprocess.") and given.get("shell") == "True"):
+        name, keywords = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name in RUNS_CODE or (name.startswith("subprocess.") and keywords.get("shell") == "True"):
             yield node.lineno, name
-        elif name == "torch.load" and given.get("weights_only", "True") != "True":
-            yield node.lineno, f"torch.load(weights_only={given['weights_only']})"
+        elif name == "torch.load" and keywords.get("weights_only", "True") != "True":
+            yield node.lineno, f"torch.load(weights_only={keywords['weights_only']})"
 
 
 @promise(
@@ -60,13 +60,13 @@ def calls_that_run_code(path: Path) -> Iterator[tuple[int, str]]:
 )
 def no_source_loads_pickles(draw: random.Random) -> int:
     paths = [path for folder in ("ampkit", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
-    found = [
+    calls = [
         (str(path.relative_to(ROOT)), line, call)
         for path in [*paths, ROOT / "setup.py"]
         for line, call in calls_that_run_code(path)
     ]
-    assert [one for one in found if (one[0], one[2]) not in ALLOWED] == []
-    # torch.load without weights_only= is safe as long as this is what torch means by it.
+    assert [one for one in calls if (one[0], one[2]) not in ALLOWED] == []
+    # torch.load without weights_only= is safe as long as this is torch's default.
     assert inspect.signature(torch.load).parameters["weights_only"].default is None
     with tempfile.NamedTemporaryFile() as file:
         torch.save(Runs("true"), file.name)
@@ -78,7 +78,7 @@ def no_source_loads_pickles(draw: random.Random) -> int:
 
 
 class Runs:
-    """Pickled, it runs a command where it is loaded."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -229,7 +229,7 @@ def models_of_any_size_train(draw: random.Random) -> int:
     "freed, overlapping and absent memory, lists of other lengths, empty tensors",
 )
 def kernels_refuse_in_words(draw: random.Random) -> int:
-    """The attacks of tests/kernels: those that are refused from four threads at once, and eight threads that compute."""
+    """Run the attacks of tests/kernels: refusals from four threads at once, and eight threads that compute."""
     refused = [
         *((test_attacks.test_freed_memory_is_refused, pair) for pair in test_attacks.LISTS),
         *(

@@ -35,7 +35,7 @@ from .runs import OPTIMIZERS, Recipe, Run, assert_same, copied, is_same
     limit=300.0,
 )
 def an_exception_at_any_line_is_survived(draw: random.Random) -> int:
-    """The sweep of tests/sessions, over a share of the lines that an iteration runs in ampkit."""
+    """Run the sweep of tests/sessions over a share of the lines that an iteration runs in ampkit."""
     with torch_left_as_found():
         level, optimizer = draw.choice(["O1", "O2", "O5"]), draw.choice(list(test_interrupts.OPTIMIZERS))
         return test_interrupts.check(draw.randint(17, 97), level, optimizer)
@@ -67,20 +67,20 @@ def a_signal_at_any_time_is_survived(draw: random.Random) -> int:
                     run.turn(number, 0)
             except (KeyboardInterrupt, SystemExit) as error:
                 attacks += 1
-                what = (number, where(error), recipe)
+                case = (number, where(error), recipe)
                 if where(error) in UNGUARDED or was_amid_update(error):
                     run = replaced(run, checkpoint)
                 if not is_same(run.state(), after):  # else the step had been taken
-                    assert_same(run.state(), before, what)
+                    assert_same(run.state(), before, case)
                     run.turn(number, 0)
-                assert_same(run.state(), after, what)
+                assert_same(run.state(), after, case)
         ampkit.close()
     return attacks
 
 
 @contextlib.contextmanager
 def signalled(seconds: float, number: int) -> Iterator[None]:
-    """Have this signal come after so many seconds, and raise KeyboardInterrupt, or SystemExit for SIGTERM, in what runs then."""
+    """Send this signal after so many seconds. It raises KeyboardInterrupt, or SystemExit for SIGTERM, in the running code."""
 
     def exit_now(*_: object) -> None:
         raise SystemExit(143)
@@ -97,7 +97,7 @@ def signalled(seconds: float, number: int) -> Iterator[None]:
 
 
 def was_amid_update(error: BaseException) -> bool:
-    """Whether its note says that a checkpoint has to be loaded."""
+    """Whether the error's note says that a checkpoint has to be loaded."""
     return _AMID_UPDATE in getattr(error, "__notes__", ())
 
 
@@ -112,7 +112,7 @@ def where(error: BaseException) -> str:
 
 
 def replaced(run: Run, checkpoint: dict) -> Run:
-    """A new run from a checkpoint; whatever state the old one is in, `close` ends it."""
+    """Return a new run from a checkpoint; `close` ends the old run in whatever state it is."""
     ampkit.close()
     again = Run(run.recipe)
     again.resume(checkpoint)

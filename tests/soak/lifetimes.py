@@ -66,12 +66,12 @@ def grows(run: Run, draw: random.Random) -> None:
 
 
 def evaluates(run: Run, draw: random.Random) -> None:
-    for player, one in enumerate(run.players):
-        batch = run.batch(draw.randrange(10**6), player, 0)
-        one.model.eval()
+    for index, player in enumerate(run.players):
+        batch = run.batch(draw.randrange(10**6), index, 0)
+        player.model.eval()
         with draw.choice([torch.no_grad, torch.inference_mode])():
-            one.model(batch)
-        one.model.train()
+            player.model(batch)
+        player.model.train()
 
 
 def casts_nothing_for_a_while(run: Run, draw: random.Random) -> None:
@@ -85,11 +85,11 @@ def hands_out_masters(run: Run, draw: random.Random) -> None:
 
 
 def overflows(run: Run, draw: random.Random) -> None:
-    one = run.players[0]
-    one.optimizer.zero_grad()
-    with ampkit.scale_loss(one.loss(run.batch(1, 0, 0)) * math.inf, one.optimizer) as scaled:
+    player = run.players[0]
+    player.optimizer.zero_grad()
+    with ampkit.scale_loss(player.loss(run.batch(1, 0, 0)) * math.inf, player.optimizer) as scaled:
         scaled.backward()
-    one.optimizer.step()
+    player.optimizer.step()
 
 
 def is_explained(run: Run, draw: random.Random) -> None:
@@ -109,7 +109,7 @@ EVENTS: list[Callable[[Run, random.Random], None]] = [
 
 
 def lifetime(draw: random.Random) -> int:
-    """One run from birth to death; how many things have happened to it."""
+    """Take a run from birth to death; return how many events it went through."""
     level = draw.choice(["O0", "O1", "O2", "O4", "O5"])
     recipe = Recipe.drawn(draw, level=level, dtype=torch.bfloat16, parts=1)
     run, count = Run(recipe), draw.randint(3, 9)
@@ -152,7 +152,7 @@ def measures() -> dict[str, float]:
 
 
 def slope(values: list[float]) -> tuple[float, float]:
-    """By least squares, per round, with its standard error."""
+    """The slope per round by least squares, and its standard error."""
     rounds = range(len(values))
     a, b = statistics.linear_regression(rounds, values)
     left = sum((y - a * x - b) ** 2 for x, y in zip(rounds, values))
@@ -194,7 +194,7 @@ def lifetimes_leave_nothing(draw: random.Random) -> tuple[int, dict[str, float]]
     share=2.0,
 )
 def random_scripts_train_as_in_float32(draw: random.Random) -> int:
-    """Those of tests/sessions: numbers that bfloat16 holds exactly, against plain float32."""
+    """Play the scripts of tests/sessions, over numbers that bfloat16 holds exactly, against plain float32."""
     compared = 0
     for _ in range(10):
         seed = draw.randrange(10**6)

@@ -18,7 +18,7 @@ from ampkit.iteration.loss_scale import SKIPS_AT_FLOOR_BEFORE_GIVING_UP
 from .promise import promise
 from .runs import OPTIMIZERS, Fault, Recipe, Run, assert_finite, assert_same
 
-#: ``with heard(level) as log`` has in ``log.output`` what ampkit's logger says.
+#: ``with heard(level) as log`` collects the messages of ampkit's logger in ``log.output``.
 heard = functools.partial(TestCase().assertLogs, "ampkit")
 
 
@@ -31,24 +31,24 @@ heard = functools.partial(TestCase().assertLogs, "ampkit")
 def a_skipped_step_leaves_nothing(draw: random.Random) -> int:
     recipe = Recipe.drawn(draw)
     plan = [(number, Fault.drawn(draw, recipe) if draw.random() < 0.4 else None) for number in range(12)]
-    run, what = Run(recipe), (recipe, plan)
+    run, case = Run(recipe), (recipe, plan)
     papers = papers_of(recipe)
     for number, fault in plan:
         for player in range(len(run.players)):
-            ours = fault if fault is not None and fault.player == player else None
+            bad = fault if fault is not None and fault.player == player else None
             before = run.trained()
-            skipped = run.turn(number, player, ours)
-            assert skipped == (ours is not None), (number, player, skipped, what)
+            skipped = run.turn(number, player, bad)
+            assert skipped == (bad is not None), (number, player, skipped, case)
             if skipped:
-                assert_same(run.trained(), before, (number, player, what))
-            assert_finite(run.statistics(), (number, player, what))
-            follow(papers, run, number, player, ours)
+                assert_same(run.trained(), before, (number, player, case))
+            assert_finite(run.statistics(), (number, player, case))
+            follow(papers, run, number, player, bad)
     trained, scales = run.trained(), run.scales
     ampkit.close()
     undisturbed = Run(recipe, scales)
     for number, fault in plan:
         undisturbed.iterate(number, leaves_out=None if fault is None else fault.player)
-    assert_same(trained, undisturbed.trained(), what)
+    assert_same(trained, undisturbed.trained(), case)
     return sum(fault is not None for _, fault in plan)
 
 
@@ -59,7 +59,7 @@ def papers_of(recipe: Recipe) -> list[ScaleOnPaper]:
 
 
 def follow(papers: list[ScaleOnPaper], run: Run, number: int, player: int, fault: Fault | None) -> None:
-    """The scale of every block of this turn was that on paper."""
+    """Check that the loss scale of every block of this turn was the one on paper."""
     for part in range(run.recipe.parts if papers else 0):
         paper, found = papers[run.players[player].loss_id], run.scales[number, player, part]
         assert found == paper.scale, (number, player, part, found, paper.scale, run.recipe)
@@ -140,7 +140,7 @@ def what_would_underflow_arrives(draw: random.Random) -> int:
 
 
 def gradients(recipe: Recipe, factor: float) -> dict[str, torch.Tensor]:
-    """Those of the first batch, with the loss times ``factor``."""
+    """The gradients of the first batch, with the loss times ``factor``."""
     run = Run(recipe, initializes=False)
     player = run.players[0]
     run.initialize(max_loss_scale=2.0**60)
@@ -148,9 +148,9 @@ def gradients(recipe: Recipe, factor: float) -> dict[str, torch.Tensor]:
     loss = player.loss(run.batch(0, 0, 0)) * factor
     with ampkit.scale_loss(loss, player.optimizer) as scaled:
         scaled.backward()
-    found = {name: param.grad.float() for name, param in player.model.named_parameters() if param.grad is not None}
+    grads = {name: param.grad.float() for name, param in player.model.named_parameters() if param.grad is not None}
     ampkit.close()
-    return found
+    return grads
 
 
 @promise(
@@ -162,38 +162,38 @@ def steps_are_those_of_plain_torch(draw: random.Random) -> int:
     plain = [name for name, maker in OPTIMIZERS.items() if maker.plain is not None]
     recipe = Recipe.drawn(draw, level=draw.choice(["O0", "O1", "O2", "O4", "O5"]), optimizer=draw.choice(plain))
     run = Run(recipe)
-    masters = [{name: value.float().clone() for name, value in one.model.state_dict().items()} for one in run.players]
+    masters = [{name: value.float().clone() for name, value in x.model.state_dict().items()} for x in run.players]
     params = [
-        {name: torch.nn.Parameter(own[name]) for name, _ in one.model.named_parameters()}
-        for own, one in zip(masters, run.players)
+        {name: torch.nn.Parameter(weights[name]) for name, _ in player.model.named_parameters()}
+        for weights, player in zip(masters, run.players)
     ]
-    optimizers = [OPTIMIZERS[recipe.optimizer].plain(list(own.values())) for own in params]
+    optimizers = [OPTIMIZERS[recipe.optimizer].plain(list(weights.values())) for weights in params]
     attacks = 0
     for number in range(60):
         fault = Fault.drawn(draw, recipe) if draw.random() < 0.2 else None
         attacks += fault is not None
-        for player, one in enumerate(run.players):
+        for index, player in enumerate(run.players):
             gradients: dict[str, Any] = {}
-            one.optimizer.zero_grad()
-            ours = fault if fault is not None and fault.player == player else None
+            player.optimizer.zero_grad()
+            bad = fault if fault is not None and fault.player == index else None
             for part in range(recipe.parts):
-                run.block(number, player, part, ours if ours is not None and ours.part == part else None)
-            for name, param in one.model.named_parameters():
+                run.block(number, index, part, bad if bad is not None and bad.part == part else None)
+            for name, param in player.model.named_parameters():
                 gradients[name] = None if param.grad is None else param.grad.detach().float().clone()
             if recipe.max_norm is not None:
-                ampkit.clip_grad_norm_(one.optimizer, recipe.max_norm)
-            one.optimizer.step()
+                ampkit.clip_grad_norm_(player.optimizer, recipe.max_norm)
+            player.optimizer.step()
             finite = all(bool(grad.isfinite().all()) for grad in gradients.values() if grad is not None)
-            assert finite == (ours is None), (number, recipe, fault)
+            assert finite == (bad is None), (number, recipe, fault)
             if finite:
-                for name, param in params[player].items():
+                for name, param in params[index].items():
                     param.grad = gradients[name]
                 if recipe.max_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(list(params[player].values()), recipe.max_norm)
+                    torch.nn.utils.clip_grad_norm_(list(params[index].values()), recipe.max_norm)
                 with ampkit.disable_casts():
-                    optimizers[player].step()
-    for one, own in zip(run.players, params):
-        for name, value in one.model.state_dict().items():
-            if name in own:
-                assert torch.allclose(value, own[name], rtol=1e-4, atol=1e-5), (name, value, own[name], recipe)
+                    optimizers[index].step()
+    for player, weights in zip(run.players, params):
+        for name, value in player.model.state_dict().items():
+            if name in weights:
+                assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), (name, value, weights[name], recipe)
     return attacks

@@ -33,14 +33,14 @@ from .death import checkpoint
 from .promise import promise
 from .runs import OPTIMIZERS, copied
 
-#: Of a collective that waits for others, in seconds; the bound within which every rank has ended.
+#: Time limit of a collective, and the time within which every rank must have ended, in seconds.
 TIMEOUT, BOUND = 8.0, 40.0
 ROWS = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is drawn of a job: how it trains, and what happens to one of its ranks."""
+    """The random choices of a job: how it trains, and what happens to one of its ranks."""
 
     wrapper: str
     level: str
@@ -70,7 +70,7 @@ class Job:
 
 
 class Trainer:
-    """One rank's part of a job, or the whole of it where there is one process."""
+    """The part of a job that one rank trains; with a single process, the whole job."""
 
     def __init__(self, job: Job, rank: int = 0, ranks: int = 1) -> None:
         self.job, self.rank, self.ranks = job, rank, ranks
@@ -93,9 +93,9 @@ class Trainer:
         happens: Callable[[], None] = lambda: None,
         in_gradient: float | None = None,
     ) -> bool:
-        """One step of all ranks, whose loss is ``factor`` times its own here; ``happens`` in the midst of it. Was it skipped?
+        """Run a step of all ranks, and return whether it was skipped. This rank's loss is multiplied by ``factor``.
 
-        ``in_gradient`` takes the place of an element of the gradient that lies here.
+        ``happens`` is called between forward and backward; ``in_gradient`` replaces an element of this rank's gradient.
         """
         self.optimizer.zero_grad()
         for part in range(self.job.parts):
@@ -105,8 +105,8 @@ class Trainer:
             apart = self.job.wrapper == "ddp" and self.ranks > 1 and not is_last
             with self.called.no_sync() if apart else nullcontext():
                 rows = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(100 * number + part))
-                mine = rows.chunk(self.ranks)[self.rank]
-                loss = F.mse_loss(self.called(mine[:, :6]).float(), mine[:, 6:]) / self.job.parts
+                shard = rows.chunk(self.ranks)[self.rank]
+                loss = F.mse_loss(self.called(shard[:, :6]).float(), shard[:, 6:]) / self.job.parts
                 if is_last:
                     happens()
                 with ampkit.scale_loss(loss * factor if is_last else loss, self.optimizer) as scaled:
@@ -118,13 +118,13 @@ class Trainer:
         return ampkit.step_was_skipped(self.optimizer)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Whole, in float32."""
+        """The weights in float32, not sharded."""
         return whole(dict(self.model.state_dict()))
 
 
 @dataclass
 class Ended:
-    """How a rank has ended: with a result, with an error in words, or by a signal; and after how many seconds."""
+    """The end of a rank: a result, an error in words or a signal, and after how many seconds."""
 
     result: Any = None
     error: str | None = None
@@ -133,7 +133,7 @@ class Ended:
 
 
 def on_ranks(count: int, work: Callable[[int], Any]) -> list[Ended]:
-    """``work(rank)`` in so many forks, which are a process group. AssertionError where one has not ended within the bound."""
+    """Run ``work(rank)`` in so many forks, which form a process group. Raise AssertionError if a rank does not end in time."""
     folder, began = Path(tempfile.mkdtemp()), time.monotonic()
     children = {}
     for rank in range(count):
@@ -150,15 +150,15 @@ def on_ranks(count: int, work: Callable[[int], Any]) -> list[Ended]:
                     f"ranks {sorted(children.values())} hang after {BOUND:g} seconds"
                 )
                 continue
-            one = ended[children.pop(pid)]
-            one.status, one.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - began
+            end = ended[children.pop(pid)]
+            end.status, end.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - began
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    for rank, one in enumerate(ended):
+    for rank, end in enumerate(ended):
         if (path := folder / f"rank{rank}.pt").exists():
-            one.result, one.error = torch.load(path, weights_only=True)
+            end.result, end.error = torch.load(path, weights_only=True)
     return ended
 
 
@@ -181,27 +181,27 @@ def _be_rank(rank: int, count: int, folder: Path, work: Callable[[int], Any]) ->
     os._exit(0 if error is None else 1)
 
 
-def trained(job: Job, rank: int, steps: Any = None, **what: Any) -> dict[str, Any]:
-    """What a rank comes to that does all ``steps``, if ``what`` is done to it in the step ``job.when``: see `Trainer.step`."""
+def trained(job: Job, rank: int, steps: Any = None, **fault: Any) -> dict[str, Any]:
+    """Train ``steps`` on a rank and return its results. The culprit gives ``fault`` to `Trainer.step` in step ``job.when``."""
     trainer, skipped = Trainer(job, rank, dist.get_world_size()), []
     for number in range(job.steps) if steps is None else steps:
         is_it = number == job.when and rank == job.culprit
-        skipped.append(trainer.step(number, **(what if is_it else {})))
+        skipped.append(trainer.step(number, **(fault if is_it else {})))
     return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
 
 
 def results(ended: list[Ended], job: Job) -> list[dict[str, Any]]:
-    """What all ranks came to."""
-    for rank, one in enumerate(ended):
-        assert one.error is None and one.result is not None, (rank, one, job)
-    return [one.result for one in ended]
+    """The results of all ranks, none of which may have failed."""
+    for rank, end in enumerate(ended):
+        assert end.error is None and end.result is not None, (rank, end, job)
+    return [end.result for end in ended]
 
 
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any], job: Job) -> None:
-    """Weights bit for bit, skips and loss scale."""
+def assert_equal(actual: dict[str, Any], wanted: dict[str, Any], job: Job) -> None:
+    """Compare weights bit for bit, skips and the loss scale."""
     for name, value in wanted["weights"].items():
-        assert torch.equal(found["weights"][name], value), (name, job)
-    assert found["skipped"] == wanted["skipped"] and found["scale"] == wanted["scale"], (found, wanted, job)
+        assert torch.equal(actual["weights"][name], value), (name, job)
+    assert actual["skipped"] == wanted["skipped"] and actual["scale"] == wanted["scale"], (actual, wanted, job)
 
 
 def in_one_process(job: Job, leaves_out: int | None = None) -> dict[str, torch.Tensor]:
@@ -210,15 +210,15 @@ def in_one_process(job: Job, leaves_out: int | None = None) -> dict[str, torch.T
     for number in range(job.steps):
         if number != leaves_out:
             trainer.step(number)
-    found = trainer.weights()
+    weights = trainer.weights()
     ampkit.close()
-    return found
+    return weights
 
 
-def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: Any) -> None:
-    """Weights as near as lower precision allows where sums have another order."""
+def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], case: Any) -> None:
+    """Compare weights as closely as lower precision allows when sums have another order."""
     for name, value in wanted.items():
-        assert (found[name] - value).abs().max() < 0.02, (name, found[name], value, what)
+        assert (actual[name] - value).abs().max() < 0.02, (name, actual[name], value, case)
 
 
 @promise(
@@ -228,11 +228,11 @@ def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     job, value = Job.drawn(draw), draw.choice([math.nan, math.inf, -math.inf])
     where = "in_gradient" if job.wrapper == "fsdp2" and draw.random() < 0.7 else "factor"
-    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, **{where: value})), job)
-    for one in found:
-        assert_equal(one, found[0], job)
-        assert one["skipped"] == [number == job.when for number in range(job.steps)], (one["skipped"], job)
-    assert_near(found[0]["weights"], in_one_process(job, leaves_out=job.when), job)
+    by_rank = results(on_ranks(job.ranks, lambda rank: trained(job, rank, **{where: value})), job)
+    for result in by_rank:
+        assert_equal(result, by_rank[0], job)
+        assert result["skipped"] == [number == job.when for number in range(job.steps)], (result["skipped"], job)
+    assert_near(by_rank[0]["weights"], in_one_process(job, leaves_out=job.when), job)
     return 1
 
 
@@ -261,13 +261,13 @@ def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
             states.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"states": states, "skipped": skipped}
 
-    found = results(on_ranks(2, work), job)
-    for one in found:
-        assert one["skipped"] == [number == job.when for number in range(job.steps)], job
-        for name, value in one["states"][job.when].items():
+    by_rank = results(on_ranks(2, work), job)
+    for result in by_rank:
+        assert result["skipped"] == [number == job.when for number in range(job.steps)], job
+        for name, value in result["states"][job.when].items():
             counted = name.endswith("num_batches_tracked")
-            assert torch.equal(value, one["states"][job.when - 1][name] + counted), (name, job)
-        assert all(bool(value.isfinite().all()) for value in one["states"][-1].values()), job
+            assert torch.equal(value, result["states"][job.when - 1][name] + counted), (name, job)
+        assert all(bool(value.isfinite().all()) for value in result["states"][-1].values()), job
     return 1
 
 
@@ -277,11 +277,11 @@ def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
 )
 def a_late_rank_changes_nothing(draw: random.Random) -> int:
     job, seconds = Job.drawn(draw), draw.uniform(0.5, 3.0)
-    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds))), job)
+    by_rank = results(on_ranks(job.ranks, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds))), job)
     wanted = results(on_ranks(job.ranks, lambda rank: trained(job, rank)), job)
-    for one in found:
-        assert_equal(one, wanted[0], job)
-    assert_near(found[0]["weights"], in_one_process(job), job)
+    for result in by_rank:
+        assert_equal(result, wanted[0], job)
+    assert_near(by_rank[0]["weights"], in_one_process(job), job)
     return 1
 
 
@@ -304,11 +304,11 @@ def die() -> None:
 def no_rank_waits_for_one_that_is_gone(draw: random.Random) -> int:
     job, happens = Job.drawn(draw), draw.choice([raise_broken, die])
     ended = on_ranks(job.ranks, lambda rank: trained(job, rank, happens=happens))
-    for rank, one in enumerate(ended):
+    for rank, end in enumerate(ended):
         if rank == job.culprit:
-            assert one.status != 0 and (one.error is None or "of the script's own" in one.error), (one, job)
+            assert end.status != 0 and (end.error is None or "of the script's own" in end.error), (end, job)
         else:
-            assert one.error, f"rank {rank} has no error: {one} {job}"
+            assert end.error, f"rank {rank} has no error: {end} {job}"
     return 1
 
 
@@ -321,16 +321,16 @@ def no_rank_waits_for_batches_that_do_not_come(draw: random.Random) -> int:
     job = Job.drawn(draw)
 
     def work(rank: int) -> dict[str, Any]:
-        found = trained(job, rank, steps=range(job.when if rank == job.culprit else job.steps))
+        result = trained(job, rank, steps=range(job.when if rank == job.culprit else job.steps))
         if rank == job.culprit:
             time.sleep(TIMEOUT + 3)
-        return found
+        return result
 
     if job.wrapper == "fsdp2":  # whose weights it takes all ranks to gather
         job = Job.drawn(draw, wrapper="ddp")
     ended = on_ranks(job.ranks, work)
-    for rank, one in enumerate(ended):
-        assert (one.error is None) == (rank == job.culprit), (rank, one, job)
+    for rank, end in enumerate(ended):
+        assert (end.error is None) == (rank == job.culprit), (rank, end, job)
     return 1
 
 
@@ -363,13 +363,13 @@ def another_number_of_ranks_continues(draw: random.Random) -> int:
         return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
 
     results(on_ranks(job.ranks, first), job)
-    found = results(on_ranks(then, second), job)
-    for one in found:
-        assert_equal(one, found[0], job)
-    assert_near(found[0]["weights"], in_one_process(job), job)
+    by_rank = results(on_ranks(then, second), job)
+    for result in by_rank:
+        assert_equal(result, by_rank[0], job)
+    assert_near(by_rank[0]["weights"], in_one_process(job), job)
     return 1
 
 
 def whole(state: Any) -> Any:
-    """A copy of nested tensors, with every sharded one put together; all ranks call it."""
+    """Return a copy of nested tensors with every sharded tensor put together; all ranks must call it."""
     return copied(tree_map_only(DTensor, DTensor.full_tensor, state))

@@ -11,7 +11,7 @@ Attempt = Callable[[random.Random], int | tuple[int, dict[str, float]]]
 
 @dataclass(frozen=True)
 class Promise:
-    """A line of the table: what is promised and how it is attacked, in a sentence each.
+    """A line of the table: the promise and the attack, in a sentence each.
 
     ``attempt`` is given the case's random numbers. It raises for a promise that does not hold, and returns how often it has
     attacked; or this number and what it has measured, by name. ``share`` is its part of the time in proportion to others, and
@@ -26,10 +26,10 @@ class Promise:
 
     @property
     def name(self) -> str:
-        """By which ``--only`` finds it."""
+        """The name by which ``--only`` finds the promise."""
         return self.attempt.__name__
 
 
 def promise(sentence: str, attack: str, **settings: float) -> Callable[[Attempt], Promise]:
-    """Have the function that follows be the attempt of a `Promise`."""
+    """Decorate a function as the attempt of a `Promise`."""
     return lambda attempt: Promise(sentence, attack, attempt, **settings)

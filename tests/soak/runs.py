@@ -2,8 +2,8 @@
 
 A `Recipe` is what is drawn; `Run` trains it, one `iterate(number)` at a time. An iteration is a function of the run's state and its
 number: batches, latent vectors and dropout are drawn from that; running statistics are written, and no training reads them. `Fault`
-says what spoils an iteration, and where. `Run.state` is all that an iteration may change, for `assert_same`, and `Run.trained` what
-a skipped one leaves as it was.
+is a bad value in an iteration. `Run.state` is all that an iteration may change, for `assert_same`; `Run.trained` is the part that
+a skipped iteration leaves as it was.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Perceptron(nn.Module):
         return self.body(x)
 
 
-# Optimizers, each with how plain torch does the same in float32; None where nothing in torch does
+# Optimizers, each with the optimizer of plain torch that does the same in float32; None where torch has none
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ AT_O3 = {
 
 # Runs
 
-#: Where a level may train in either precision, the setting that says which.
+#: For each level that may train in either precision, the setting that chooses it.
 PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type", "O3": "cast_model_type"}
 RULE = dict(growth_factor=2.0, backoff_factor=0.5)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is drawn of a run. ``rule`` is that of a dynamic loss scale; without one the scale is 1, and steps check gradients."""
+    """The random choices of a run. ``rule`` drives a dynamic loss scale; without one the scale is 1, and steps check gradients."""
 
     model: str
     level: str
@@ -180,7 +180,7 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For `ampkit.initialize`."""
+        """The arguments for `ampkit.initialize`."""
         highest = 2.0**12 if self.dtype is torch.float16 else 2.0**20  # at which these gradients are finite
         settings: dict[str, Any] = {"opt_level": self.level, "verbosity": 0, "max_loss_scale": highest}
         if self.level in PRECISION:
@@ -192,7 +192,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Fault:
-    """What spoils the turn of a player in an iteration: ``value`` at a ``place``, in the block with number ``part``."""
+    """A bad ``value`` in the turn of a player in an iteration: at a ``place``, in the block with number ``part``."""
 
     place: str
     value: float
@@ -228,11 +228,11 @@ class Fault:
 
     def in_gradients(self, params: list[nn.Parameter]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
-        one = grads[self.where % len(grads)]
+        target = grads[self.where % len(grads)]
         if self.place == "element":
-            one.view(-1)[self.where % one.numel()] = self.value
+            target.view(-1)[self.where % target.numel()] = self.value
         elif self.place == "gradient":
-            one.fill_(self.value)
+            target.fill_(self.value)
         elif self.place == "every gradient":
             for grad in grads:
                 grad.fill_(self.value)
@@ -240,7 +240,7 @@ class Fault:
 
 @dataclass
 class Player:
-    """A model, its optimizer, and how it loses: ``loss(run, batch)``."""
+    """A model, its optimizer, and its loss function: ``loss(batch)``."""
 
     model: nn.Module
     optimizer: Any
@@ -249,7 +249,7 @@ class Player:
 
 
 class Run:
-    """A recipe in training. ``scales`` are those of its blocks so far; a run that is given them uses the same."""
+    """A recipe in training. ``scales`` are the loss scales of its blocks so far; a run that receives them uses the same scales."""
 
     def __init__(self, recipe: Recipe, scales: dict[Any, float] | None = None, initializes: bool = True) -> None:
         self.recipe = recipe
@@ -261,7 +261,7 @@ class Run:
             self.initialize()
 
     def initialize(self, **changes: Any) -> None:
-        models, optimizers = [one.model for one in self.players], [one.optimizer for one in self.players]
+        models, optimizers = [player.model for player in self.players], [player.optimizer for player in self.players]
         ampkit.initialize(models, optimizers, **{**self.recipe.settings, **changes})
         self.session = session_of(optimizers[0])  # other threads may have initialized since
 
@@ -305,7 +305,7 @@ class Run:
         return torch.randn(shape, generator=drawn)
 
     def iterate(self, number: int, fault: Fault | None = None, leaves_out: int | None = None) -> list[bool]:
-        """One iteration, spoiled by ``fault``, without the turn of the player ``leaves_out``; which players skipped their steps."""
+        """Run an iteration with ``fault``, without the turn of player ``leaves_out``; return which players skipped their steps."""
         return [
             self.turn(number, player, fault if fault is not None and fault.player == player else None)
             for player in range(len(self.players))
@@ -313,33 +313,33 @@ class Run:
         ]
 
     def turn(self, number: int, player: int, fault: Fault | None = None) -> bool:
-        """The turn of one player: clear, blocks, clip, step; whether the step was skipped."""
-        one = self.players[player]
-        one.optimizer.zero_grad()
+        """Run the turn of one player: clear, blocks, clip, step. Return whether the step was skipped."""
+        active = self.players[player]
+        active.optimizer.zero_grad()
         for part in range(self.recipe.parts):
             self.block(number, player, part, fault if fault is not None and fault.part == part else None)
         if self.recipe.max_norm is not None:
-            ampkit.clip_grad_norm_(one.optimizer, self.recipe.max_norm)
-        one.optimizer.step()
-        return ampkit.step_was_skipped(one.optimizer)
+            ampkit.clip_grad_norm_(active.optimizer, self.recipe.max_norm)
+        active.optimizer.step()
+        return ampkit.step_was_skipped(active.optimizer)
 
     def block(self, number: int, player: int, part: int, fault: Fault | None = None) -> None:
-        """Forward and backward of one micro-batch."""
-        one, key = self.players[player], (number, player, part)
+        """Run forward and backward of one micro-batch."""
+        active, key = self.players[player], (number, player, part)
         torch.manual_seed(1000 * number + 10 * player + part)
         batch = self.batch(number, player, part)
-        loss = one.loss(batch if fault is None else fault.in_batch(batch)) / self.recipe.parts
+        loss = active.loss(batch if fault is None else fault.in_batch(batch)) / self.recipe.parts
         if self.recipe.rule is not None:
-            scaler = self.session.scalers[one.loss_id]
+            scaler = self.session.scalers[active.loss_id]
             if self.given is not None:
                 scaler.loss_scale = self.given[key]
             self.scales[key] = scaler.loss_scale
         with ampkit.scale_loss(
-            loss if fault is None else fault.in_loss(loss), one.optimizer, loss_id=one.loss_id
+            loss if fault is None else fault.in_loss(loss), active.optimizer, loss_id=active.loss_id
         ) as scaled:
             scaled.backward()
             if fault is not None:
-                fault.in_gradients(list(one.model.parameters()))
+                fault.in_gradients(list(active.model.parameters()))
 
     def state(self) -> dict[str, Any]:
         """All that an iteration may change, by name: weights and what their rounding left, optimizer state, running statistics."""
@@ -349,35 +349,35 @@ class Run:
         """The buffers of all players."""
         return {
             f"{index} {name}": buffer.clone()
-            for index, one in enumerate(self.players)
-            for name, buffer in one.model.named_buffers()
+            for index, player in enumerate(self.players)
+            for name, buffer in player.model.named_buffers()
         }
 
     def trained(self) -> dict[str, Any]:
-        """What a skipped step leaves as it was: all of `state` but running statistics, which stay finite."""
-        found: dict[str, Any] = {}
-        for index, one in enumerate(self.players):
-            for name, value in one.model.named_parameters():
-                found[f"{index} {name}"] = value.detach().clone()
-            for place, (_, entry) in enumerate(stored_weights(one.model)):
-                found[f"{index} rest {place}"] = None if entry.rest is None else entry.rest.clone()
-            for place, param in enumerate(one.model.parameters()):
-                for name, value in one.optimizer.state.get(param, {}).items():
-                    found[f"{index} state {place} {name}"] = value.clone() if isinstance(value, torch.Tensor) else value
-        return found
+        """The part of `state` that a skipped step leaves as it was: all but running statistics, which stay finite."""
+        kept: dict[str, Any] = {}
+        for index, player in enumerate(self.players):
+            for name, value in player.model.named_parameters():
+                kept[f"{index} {name}"] = value.detach().clone()
+            for place, (_, stored) in enumerate(stored_weights(player.model)):
+                kept[f"{index} rest {place}"] = None if stored.rest is None else stored.rest.clone()
+            for place, param in enumerate(player.model.parameters()):
+                for name, value in player.optimizer.state.get(param, {}).items():
+                    kept[f"{index} state {place} {name}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        return kept
 
     def checkpoint(self) -> dict[str, Any]:
-        """What a script saves."""
+        """The checkpoint that a script saves."""
         return {
-            "models": [one.model.state_dict() for one in self.players],
-            "optimizers": [one.optimizer.state_dict() for one in self.players],
+            "models": [player.model.state_dict() for player in self.players],
+            "optimizers": [player.optimizer.state_dict() for player in self.players],
             "ampkit": ampkit.state_dict(),
         }
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        for one, model, optimizer in zip(self.players, checkpoint["models"], checkpoint["optimizers"]):
-            one.model.load_state_dict(model)
-            one.optimizer.load_state_dict(optimizer)
+        for player, model, optimizer in zip(self.players, checkpoint["models"], checkpoint["optimizers"]):
+            player.model.load_state_dict(model)
+            player.optimizer.load_state_dict(optimizer)
         ampkit.load_state_dict(checkpoint["ampkit"])
 
 
@@ -389,29 +389,29 @@ def labels_of(images: torch.Tensor) -> torch.Tensor:
 
 
 def bits(value: Any) -> Any:
-    """What is equal where every bit is, NaN and -0.0 included."""
+    """A value that is equal only if every bit is, NaN and -0.0 included."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: Any) -> None:
-    """Two states bit for bit; a parameter that one optimizer has not stepped yet may have zeros in the other."""
-    for name in wanted.keys() | found.keys():
-        one, other = found.get(name), wanted.get(name)
-        if bits(one) != bits(other) and not (is_nothing(one) and is_nothing(other)):
-            raise AssertionError(f"{name} differs: {one} is not {other}\n{what}")
+def assert_same(actual: dict[str, Any], wanted: dict[str, Any], case: Any) -> None:
+    """Compare two states bit for bit; a parameter that one optimizer has not stepped yet may have zeros in the other."""
+    for name in wanted.keys() | actual.keys():
+        value, expected = actual.get(name), wanted.get(name)
+        if bits(value) != bits(expected) and not (is_nothing(value) and is_nothing(expected)):
+            raise AssertionError(f"{name} differs: {value} is not {expected}\n{case}")
 
 
-def assert_finite(found: dict[str, torch.Tensor], what: Any) -> None:
-    """Running statistics that can be saved."""
-    for name, value in found.items():
-        assert value.isfinite().all(), f"{name} is {value}\n{what}"
+def assert_finite(buffers: dict[str, torch.Tensor], case: Any) -> None:
+    """Check that running statistics are finite, so they can be saved."""
+    for name, value in buffers.items():
+        assert value.isfinite().all(), f"{name} is {value}\n{case}"
 
 
-def is_same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+def is_same(actual: dict[str, Any], wanted: dict[str, Any]) -> bool:
     try:
-        assert_same(found, wanted, "")
+        assert_same(actual, wanted, "")
     except AssertionError:
         return False
     return True

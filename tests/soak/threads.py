@@ -26,7 +26,7 @@ ITERATIONS = 12
 
 
 def drawn(draw: random.Random, **fixed: Any) -> Recipe:
-    """In bfloat16, since sessions at O1 share a precision; without what draws random numbers, which threads share."""
+    """Draw a recipe in bfloat16, as sessions at O1 share a precision, without models that use the generator that threads share."""
     return Recipe.drawn(draw, model=draw.choice(["cnn", "llama"]), dtype=torch.bfloat16, **fixed)
 
 
@@ -41,7 +41,7 @@ def made(recipe: Recipe, initializes: bool = True) -> Run:
 
 
 def alone(recipe: Recipe) -> dict[str, Any]:
-    """What a run comes to that nothing runs beside."""
+    """The state at the end of a run that has nothing beside it."""
     run = made(recipe)
     for number in range(ITERATIONS):
         run.iterate(number)
@@ -51,11 +51,11 @@ def alone(recipe: Recipe) -> dict[str, Any]:
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
-    """All of these at once, which are switched all the time; the first error of one of them."""
+    """Run all of these at once, with very frequent thread switches; raise the first error."""
     sys.setswitchinterval(1e-5)
     with ThreadPoolExecutor(len(works)) as pool:
-        for one in [pool.submit(work) for work in works]:
-            one.result()
+        for future in [pool.submit(work) for work in works]:
+            future.result()
 
 
 @promise(
@@ -95,12 +95,12 @@ def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
     is_safe = recipe.model == "llama"  # batch norm in a training forward writes to its statistics
     models = [beside, *([run] if is_safe else [])]
 
-    def evaluate(one: Run) -> None:
-        batch = one.batch(99, 0, 0)
-        inputs = batch[:, :-1] if one.recipe.model == "llama" else batch
+    def evaluate(evaluated: Run) -> None:
+        batch = evaluated.batch(99, 0, 0)
+        inputs = batch[:, :-1] if evaluated.recipe.model == "llama" else batch
         while not is_done.is_set():
             with torch.no_grad():
-                assert one.players[0].model(inputs).isfinite().all()
+                assert evaluated.players[0].model(inputs).isfinite().all()
             passes[0] += 1
 
     def train() -> None:
@@ -168,7 +168,7 @@ def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
 
 
 def of_child() -> int:
-    """In a fork: 0 where calls are not cast, and a model trains in float32 before and after `close`."""
+    """Return 0 if, in a fork, calls are not cast, and a model trains in float32 before and after `close`."""
     try:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
         for closes in (False, True):
