@@ -391,7 +391,9 @@ def test_arguments_by_position_are_those_by_name(name, arguments, names):
         assert getattr(by_place, part, None) == getattr(by_name, part, None)
     state = {**vars(by_place), **by_place.defaults}
     assert all(
-        float(state[key]) == float(value) for key, value in zip(names.split(), arguments) if key != "betas" and key in state
+        float(state[key]) == float(value)
+        for key, value in zip(names.split(), arguments)
+        if key != "betas" and key in state
     )
     with pytest.raises(TypeError):
         make(several_params(torch.float32), *arguments, *[None] * 4)

@@ -104,10 +104,10 @@ def test_decorated_function_casts_inside_containers():
 def test_decorated_function_keeps_its_metadata():
     @half_function
     def named(x, scale: float = 2.0):
-        """What it does."""
+        """Return the input."""
         return x
 
-    assert (named.__name__, named.__doc__) == ("named", "What it does.")
+    assert (named.__name__, named.__doc__) == ("named", "Return the input.")
     assert list(inspect.signature(named).parameters) == ["x", "scale"]
 
 

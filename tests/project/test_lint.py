@@ -40,6 +40,7 @@ def dialect(source):
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun_and_names_are_no_pronouns():
-    sources = sorted((ROOT / "ampkit").rglob("*.py"))
+    folders = ("ampkit", "benchmarks", "docs", "examples", "tests")
+    sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert {str(path): faults for path in sources if (faults := list(dialect(path.read_text())))} == {}
     assert list(dialect('def f(found):\n    """What it is."""\n\n\n\n    return found')) == ["f", "found in f"]
