@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):  # a child is no part of what is watched
 
 
 class Listener:
-    """The base of listeners, which override the events that they need. An exception ends an event without ``..._ends``."""
+    """The base of listeners, which override the events that they need. After an exception only forwards have an ``..._ends``."""
 
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Handle the start of a forward, of any module or submodule, in any thread."""

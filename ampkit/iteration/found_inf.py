@@ -197,7 +197,7 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def bring_to(slots: list[Slot], factor: Scale) -> None:
-    """Multiply gradients that stay in ``.grad``, in their weights' precision, to which the backward pass adds."""
+    """Multiply gradients that stay in ``.grad``, in their weights' precision, in which the backward pass adds to them."""
     is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
     inputs, outputs = [], []
     for slot in slots:

@@ -219,7 +219,7 @@ class Gradients:
         self.ids.clear()
 
     def refuse(self, verb: str) -> None:
-        """Raise `ConfigurationError` where a script may not do this now. First release gradients that a block holds by a guess."""
+        """Raise `ConfigurationError` where a script may not do this now. First release guesses of a block that got no gradient."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
             self.put_back(BackwardPass(self.scale))
         if (verb, self.state) in _REFUSED:
@@ -321,7 +321,7 @@ class Gradients:
     # Between the block and the step
 
     def settle(self, refuses: bool = True) -> bool:
-        """Restore gradients that `set_aside` has stashed to ``param.grad``, and forget a clipping whose gradients are gone.
+        """Restore to ``param.grad`` what `set_aside` has stashed, and forget the clipping of gradients that are gone.
 
         Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
         """
@@ -340,7 +340,7 @@ class Gradients:
         return False
 
     def set_aside(self) -> None:
-        """Stash gradients in another dtype than their weights', which dynamo cannot trace. `settle` restores them."""
+        """Stash gradients in another dtype than their weights', with which dynamo does not trace. `settle` restores them."""
         for slot in self.stored if self.state is State.READY else ():
             gradient = slot.param.grad
             if gradient is not None and gradient.dtype is not slot.param.dtype:

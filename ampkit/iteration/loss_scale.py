@@ -162,7 +162,7 @@ class LossScaler:
         self._set_by_hand = math.inf
         self._as_apex = as_apex  # log the same line for every skip
         self._has_news = False  # whether there may be a skip that was not reported
-        self._error: LossScaleError | None = None  # to be raised by a later report
+        self._error: LossScaleError | None = None  # to be raised by a report with ``raises``
         self._state: torch.Tensor | None = None
         self._iterations = 0  # the number of ended ones
         self._recent: deque[FoundInf] = deque(maxlen=8)  # the last flags, for causes of unreported skips

@@ -89,7 +89,7 @@ class StandIns:
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Copy values and gradients from the model into the stand-ins."""
+        """Give the stand-ins the values and gradients of the model."""
         slots = self._gradients.stored
         for slot in slots:
             slot.master.loans.end(slot.master)
@@ -167,7 +167,7 @@ _SECOND_EVALUATION = (
 def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
-    """Take a step that may evaluate its closure again, on the optimizer's values. An overflow in an evaluation undoes it."""
+    """Take a step that may evaluate its closure again, with its present values in the model. An overflow undoes the step."""
     wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
     before = _copies(wrapper.gradients.slots)

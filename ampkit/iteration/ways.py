@@ -39,8 +39,8 @@ _version_of = operator.attrgetter("_version")
 class Way(NamedTuple):
     """A way in which an optimizer takes its step.
 
-    ``skips_on_device`` says that the step reads the flag on the device; for other ways the host reads it. So at loss scale 1
-    such a step checks its gradients by default, which costs no more than a norm.
+    ``skips_on_device`` says that the step reads the flag on the device; else the host reads it. With it, a step at loss scale 1
+    checks its gradients by default, which costs no more than a norm.
     ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``in_step`` gets the wrapper and
     the flag; the optimizer's own step runs inside of the context that it returns.
     """
@@ -86,7 +86,7 @@ ITS_OWN = Way("its own", False, False, _of_its_own)
 
 
 def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
-    """Return the way of the step that begins, and the reason why it is not in one pass; None where it is."""
+    """Return the way of the step that begins, and the reason that `why_not_in_one_pass` returns, if any."""
     traits, gradients, plan = wrapper.traits, wrapper.gradients, wrapper.owner.plan
     if traits.takes_inputs and traits.takes_rests:
         return OURS, None
@@ -136,7 +136,7 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        #: Step counts that move together, by the id of the first: the tensors, their versions, and their values.
+        #: Step counts that move together, by the id of the first: tensors, versions, and numbers, equal where the counts are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
         self.state: Any = optimizer.state
