@@ -1,7 +1,7 @@
 """Copies and pickles of initialized models, weights and optimizers: plain float32, of their own class, without ampkit's attributes.
 
 A weight that is stored in lower precision is copied and pickled as a float32 parameter, whatever holds it: a module, an optimizer,
-a list. Only the model itself, on which ampkit sets attributes, needs ``__deepcopy__`` and ``__reduce_ex__`` of its own.
+a list. Only models and kept modules, on which ampkit sets attributes, need ``__deepcopy__`` and ``__reduce_ex__`` of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = "_ampkit_"
 
 
 def float32_copy(param: nn.Parameter) -> nn.Parameter | None:
-    """Return a float32 copy to copy or pickle for a weight that is stored in lower precision, None for any other."""
+    """Return the float32 parameter to copy or pickle for a weight that is stored in lower precision, None for any other."""
     if (master := value_of(param)) is None:
         return None
     return nn.Parameter(master.current(param), param.requires_grad)

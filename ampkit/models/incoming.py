@@ -52,7 +52,7 @@ class Incoming:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
 
         Parameters for which ``keeps`` is True keep their dtype, and so do the buffers of their modules, and all buffers of a model
-        that has no other parameters. Returns (model, its dtype, number of tensors) for each model that was changed.
+        with such parameters only. Returns (model, its dtype, number of tensors) for each model that was changed.
         """
         widened = []
         taken_over = set(map(id, self._dtypes))

@@ -35,7 +35,7 @@ Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, undo: Undo) -> Originals:
-    """Prepare the models as the plan says. As long as the returned originals are held, the undo is exact."""
+    """Prepare the models as the plan says. Until the returned originals are cleared, the undo is exact."""
     loans, originals = Loans(), Originals()
     kept = [Kept(model, plan, optimizers) for model in models]
     chosen: dict[torch.Tensor, str] = {}
@@ -118,7 +118,7 @@ def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
 def restore_weights(loans: Loans, originals: Originals) -> None:
     """Undo the casts: the same parameter objects become float32 again, with their present float32 values.
 
-    Parameters of models and layers that are gone by now are left out.
+    Parameters that outlive their model, or their layer, which a script has taken out, are restored too.
     """
     masters = {param: master for param, master in stored.items() if master is not None and master.loans is loans}
     parts = [module for module, own in members.items() if own is loans]

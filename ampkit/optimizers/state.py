@@ -43,7 +43,7 @@ class KeepsState(torch.optim.Optimizer):
         return self.storage.is_narrow
 
     def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Create the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
+        """Begin to keep the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
         refuse_to_begin("the optimizer's state", param.device)
         rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
         for other in [optimizer.state.get(param, NO_STATE).get("rest") for optimizer in list(KEEPERS)]:
