@@ -61,7 +61,7 @@ class CompiledModels:
     """
 
     def __init__(self) -> None:
-        #: The actions by themselves, or by a reference to the model that they belong to.
+        #: By the action itself, or by a reference to the model or session that it belongs to.
         self._before_calls: dict[Any, Callable[[], Any]] = {}
         self._patches = PatchSet()
         self._is_watching = False

@@ -18,7 +18,7 @@ from .logs import logger
 Library = TypeVar("Library")
 
 _IN_A_CLONE = (Path(__file__).resolve().parents[1] / "setup.py").exists()
-#: The command that builds the libraries. In a clone, whose sources hide an installed copy of it, it puts them among the sources.
+#: The command that builds the libraries. In a clone, whose sources hide an installed copy of ampkit, it puts them there.
 BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''}."
 
 #: The reason why a library that may be there is not used.

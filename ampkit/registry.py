@@ -1,7 +1,7 @@
 """The registry of what is initialized in this process: sessions, optimizers and models.
 
 `live_sessions` are neither closed nor without models and optimizers, oldest first. `wrappers` returns the wrappers of their
-optimizers, as long as these live. `watchers` maps each initialized model to its session, which is called before its forwards.
+optimizers, as long as these live. `watchers` maps each initialized model to its session, which the model's calls notify.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def wrapper_of(optimizer: Any) -> Any:
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
     if wrapper is not None and wrapper.optimizer() is optimizer:
         return wrapper
-    inner = unwrapped(optimizer)  # Lightning's wrapper has a copy of its attributes, and so have other copies
+    inner = unwrapped(optimizer)  # Lightning's wrapper copies the optimizer's attributes, as other copies do
     return None if inner is optimizer else wrapper_of(inner)
 
 

@@ -262,7 +262,7 @@ class Session:
         casting.switch_on_here()
 
     def stop_casting(self) -> None:
-        """End the casts of calls for this session. The last such session also restores torch's functions. Loss scaling goes on."""
+        """End the casts of calls for this session. The last such session also restores torch's functions. All else goes on."""
         casting, self.casting = self.casting, None
         if casting is None:
             return
@@ -398,7 +398,7 @@ def _parts(models: Sequence[nn.Module]) -> set[Any]:
 
 
 def collect_orphans(closing: Sequence[Session]) -> None:
-    """Collect garbage, so that sessions close whose models only reference cycles keep alive. Those in ``closing`` do not count."""
+    """Collect garbage if a session outside of ``closing`` lives: sessions close whose objects only reference cycles keep alive."""
     if any(session not in closing for session in live_sessions):
         gc.collect()
 

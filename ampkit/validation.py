@@ -195,7 +195,7 @@ def _warn_of_strangers(known: set[torch.Tensor], updated: set[torch.Tensor], pla
 
 
 def _refuse_sharded(choice: Kept, known: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse parameters that FSDP2 gathers in another dtype than the level computes in, and optimizers over other parameters."""
+    """Refuse shards that FSDP2 does not gather in the dtype that the level computes in, and optimizers over other parameters."""
     model = choice.model
     refuse_fsdp1(model)
     shards = list(gathered(model))

@@ -91,7 +91,7 @@ def moved_to(number: float, device: torch.device) -> float: ...
 @overload
 def moved_to(number: None, device: torch.device) -> None: ...
 def moved_to(number: Number | None, device: torch.device) -> Number | None:
-    """Move a number to a device. Waits for a GPU's work only for pinned memory, which may be written to meanwhile."""
+    """Move a number to a device. To a GPU, waits only for a copy from pinned memory, which may be written to meanwhile."""
     if not isinstance(number, Tensor) or number.device == device:
         return number
     return number.to(device, non_blocking=device.type == "cuda" and not number.is_pinned())
