@@ -73,7 +73,7 @@ class BackwardHooks:
                 self._widened[id(param)] = param
 
     def end_sums(self) -> None:
-        """Undo `widen_sums` after ``zero_grad``: gradients get the dtype of the backward pass again, even if the parameter's changes."""
+        """Undo `widen_sums` after ``zero_grad``: gradients get the dtype of the backward pass, whatever the parameter becomes."""
         self._last = None
         for key, param in list(self._widened.items()):
             if param.grad is None:
