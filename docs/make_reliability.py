@@ -55,8 +55,8 @@ NOT_PROMISED = """## What is not promised
 - **An exception while an optimizer updates** leaves some weights updated and others not. The error says so; load a checkpoint.
 - **`model.load_state_dict` is torch's.** It copies what fits before it raises for what does not.
 - **Bits that flip in a record of a checkpoint** are found by its checksum, which torch.load does not look at.
-  `examples/imagenet/checkpoint.py` does, by `zipfile.ZipFile(path).testzip()`. Bits between records have no checksum, and may
-  make torch read a tensor from another place of the file: if you do not trust disks, compare a digest of the file.
+  `examples/imagenet/checkpoint.py` does, by `zipfile.ZipFile(path).testzip()`. Bits that flip between records have no checksum,
+  and may make torch read a tensor from another place of the file: if you do not trust disks, compare a digest of the file.
 - **torch does not load in a sub-interpreter** (2.11 hangs in its import), so ampkit does not either. Python without a global
   lock is untried.
 """
