@@ -82,7 +82,7 @@ def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, 
         )
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inside = {inner for kept_module in kept.modules for inner in kept_module.modules() if inner is not kept_module}
-    by_fsdp = {id(shard.param) for shard in gathered(module)}  # tensor parallelism shards too
+    by_fsdp = {id(part.param) for part in gathered(module)}  # tensor parallelism shards too
     for kept_module in kept.modules:
         has_own = any(id(param) not in by_fsdp for param in kept_module.parameters())
         if has_own and kept_module not in inside and kept_module is not module and not is_fsdp(kept_module):

@@ -20,15 +20,15 @@ def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[Tensor]
 
     Apex ended the sharing without a word; its scripts get a warning.
     """
-    lying: list[tuple[int, int, str, Tensor]] = []
+    places: list[tuple[int, int, str, Tensor]] = []
     for number, model in enumerate(models):
         for name, param in model.named_parameters():
             if type(param) is nn.Parameter and torch._C._has_storage(param) and param.data_ptr():
                 name = f"model {number}: {name}" if len(models) > 1 else name
-                lying.append((param.data_ptr(), _end(param), name, param))
-    lying.sort(key=lambda one: one[0])
+                places.append((param.data_ptr(), _end(param), name, param))
+    places.sort(key=lambda place: place[0])
     furthest = None
-    for begin, end, name, param in lying:
+    for begin, end, name, param in places:
         if furthest is not None and begin < furthest[1] and param is not furthest[3]:
             if param in leaving or furthest[3] in leaving:
                 message = (

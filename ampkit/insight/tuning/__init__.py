@@ -1,1 +1,1 @@
-"""`ampkit.tune`: train a model at every level, side by side, and recommend a level."""
+"""`ampkit.tune`: train a model at every level, side by side, and recommend a way."""
