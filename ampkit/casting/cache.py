@@ -68,7 +68,7 @@ class CastCaches:
             store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
 
     def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
-        """A context for a call of an initialized model or its method, in a region: casts live to the end of the outermost call."""
+        """A context for a call of an initialized model or its method, in a region: casts of weights live to the outermost's end."""
         region = region or nullcontext()
         return region if self._make_store is None else Call(self, region)
 

@@ -89,7 +89,7 @@ def past_the_getter() -> Iterator[None]:
 
 
 class RowsOfTable(torch.autograd.Function):
-    """Autograd function ``embedding(table, indices, padding_index)``, which makes no narrow gradient of the table in float32."""
+    """Autograd function ``embedding(table, indices, padding_index)``: makes a large table's narrow gradient with no float32 one."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def keep_hooks_in_dtype(param: Tensor) -> None:
-    """Wrap hooks that a script registered before the parameter was stored in lower precision: they return its dtype."""
+    """Wrap hooks that a script registered before the parameter was stored in lower precision, to return its dtype."""
     for key, hook in list((param._backward_hooks or {}).items()):
         param._backward_hooks[key] = _in_its_dtype(hook)  # type: ignore[index]
 

@@ -27,8 +27,8 @@ from ..patching import by_tensor
 if TYPE_CHECKING:
     from .cache import CastCaches
 
-#: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for weights
-#: that keep the dtype in which they were loaded.
+#: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for parameters
+#: beside these that no optimizer trains, which keep their dtype.
 stored = by_tensor()
 
 _is_enabled = torch.is_autocast_enabled

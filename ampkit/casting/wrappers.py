@@ -93,7 +93,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
 
 
 def _known_to_tables(method: Callable) -> Callable:
-    """Wrap a method so that a ``__torch_function__`` gets the method itself: tables of functions there lack torch's wrapper."""
+    """Wrap a method so that a ``__torch_function__`` gets the method itself: tables of functions there lack ampkit's wrapper."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         relevant = (*args, *kwargs.values())

@@ -71,7 +71,7 @@ def is_skipped(optimizer: Any) -> bool:
 
 
 def named_params(optimizer: Any) -> Iterator[Named]:
-    """Yield the parameters of an optimizer, named as in its models if these are known, else by their index in the group."""
+    """Yield an optimizer's parameters, named as in its models if known, else by ``param_names`` of the group or their places."""
     session = session_of(optimizer)
     of_models = [] if session is None else [list(model.named_parameters()) for model in session.models]
     known = {

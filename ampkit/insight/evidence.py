@@ -78,7 +78,7 @@ def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local values of a tensor; dtypes of one byte, which have few operators, as float32."""
+    """Return the local values of a tensor; floating-point ones of one byte, with few operators, as float32."""
     values = stored_in(local(tensor.detach()))
     return values.float() if values.is_floating_point() and values.element_size() < 2 else values
 

@@ -158,7 +158,7 @@ class Finder(Watch):
     # At the end
 
     def statistics(self) -> list[torch.Tensor]:
-        """Return the running statistics that an operator has made not finite."""
+        """Return the running statistics that have an origin: an operator wrote or read them when they were not finite."""
         return [x for x in super().statistics() if not is_lazy(x) and address(x) in self._origins]
 
     def on_loss(self, tensors: list[torch.Tensor]) -> None:

@@ -79,7 +79,7 @@ class Site:
 def look(*, past_engine: bool = False) -> tuple[Site | None, str | None, set[str]]:
     """Return the user's line that runs, and the public name of the torch function that it calls, both None if not found.
 
-    The third value is the owners of the frames in between, as `_FOLDERS` names them. The walk ends at autograd's engine, unless
+    The third value has the owners of the frames in between, as `_FOLDERS` names them. The walk ends at autograd's engine, unless
     ``past_engine``: the frames above it called ``backward()``.
     """
     frame, function, passed = sys._getframe().f_back, None, set[str]()

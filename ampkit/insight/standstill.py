@@ -49,7 +49,7 @@ class Standstill:
         self._weights: Weights | None = None
 
     def cut(self, words: str, site: Site | None) -> None:
-        """Note a line that detaches from the graph. A line without the word in its source, such as ``scale_loss``, is skipped."""
+        """Note a line that detaches from the graph. Lines without the word (``scale_loss``) are skipped, but for ``no_grad()``."""
         if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
             self.cuts.setdefault(f"{words} at {site}: {site.source}")
 
@@ -109,7 +109,7 @@ class Standstill:
         weights, self._weights = self._weights, None
         self._had_gradient = set()
         for param, why in self._current_why.items():
-            # With a skipped step a factor that starts at 0 has not changed yet: its zero gradients prove nothing.
+            # A factor that starts at 0 has not changed in a skipped step: zero gradients of the other factor prove nothing.
             self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
         if weights is None or not is_taken:
             return

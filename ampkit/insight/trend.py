@@ -114,7 +114,7 @@ class Trend:
         return ""
 
     def grown(self) -> str:
-        """Return in words the operator whose result has grown most beyond earlier iterations; empty if none has."""
+        """Return in words where this iteration has grown most beyond earlier ones; empty without a spike."""
         growth, call, text = self._most
         is_known = call is not None and growth > _SPIKES and self._iterations >= _LEAST
         return f"{growth:.2g}-fold at {call.site}  {call.site.source}: {text}" if is_known else ""

@@ -308,8 +308,8 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
 class Journal(TorchDispatchMode):
     """A dispatch mode that copies tensors before operators write to them, except those made inside; `undo` restores them.
 
-    So an iteration can be repeated on a model that is too large to copy: only buffers, moments and counters that it changes are
-    copied, not its weights. ``on_leaf`` is called with each leaf tensor that operators read and that requires a gradient.
+    So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are copied,
+    weights that it leaves alone are not. ``on_leaf`` gets each leaf tensor that operators read and that requires a gradient.
     """
 
     def __init__(self, on_leaf: Callable[[torch.Tensor], Any]) -> None:

@@ -49,7 +49,7 @@ def attach(accelerator: Any, session: Session | None = None) -> None:
 
 
 def refuse_unfit(accelerator: Any) -> None:
-    """Raise `ConfigurationError` for an accelerator that casts by itself, or that shards (anything beyond DDP)."""
+    """Raise `ConfigurationError` for an accelerator that casts by itself, or is neither for one process nor for DDP."""
     if (precision := accelerator.mixed_precision) != "no":
         where = ""
         if os.environ.get(PRECISION_VARIABLE) == precision:

@@ -1,7 +1,7 @@
 """torch.autocast's own op lists, under the names that Python has for their operators: data only.
 
 Under ``policy="autocast"`` `CUDA_LIST` and `CPU_LIST` override the default tables (`tables.py`);
-docs/policy.md compares the two. Their sources are ATen/autocast_mode.h and autocast_mode.cpp; the tests compare
+docs/policy.md compares them with these. Their sources are ATen/autocast_mode.h and autocast_mode.cpp; the tests compare
 them with what the installed torch has registered.
 """
 

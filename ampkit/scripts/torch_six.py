@@ -1,4 +1,4 @@
-"""A copy of ``torch._six``, removed in torch 2.0: ``python -m ampkit run`` provides it to older scripts, such as Swin's."""
+"""A replacement for ``torch._six``, removed in torch 2.0: ``python -m ampkit run`` provides it to older scripts, such as Swin's."""
 
 import collections.abc
 import math

@@ -10,7 +10,7 @@ namespace ampkit {
 // Whether a session lets the gradients of this float32 leaf be in lower precision. A hook marks such a weight.
 bool takes_narrow_gradients(const at::Tensor& weight);
 
-// The cast of a weight in the graph. It adds its gradient to the weight's in the cast's precision, with sums in float32, if
+// The cast of a weight in the graph. It passes its gradient to the weight in the cast's precision, where sums are float32, if
 // nothing but torch's own accumulation would take the gradient. Otherwise it does what the node of to() does.
 struct HandOn : public torch::autograd::generated::ToCopyBackward0 {
   using ToCopyBackward0::ToCopyBackward0;

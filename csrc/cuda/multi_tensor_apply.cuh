@@ -41,7 +41,7 @@ constexpr int kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta gen
 constexpr int kFewArguments = 4092;    // of lists that fit: every launch copies its arguments to the device
 constexpr int kMaxKernelSize = 512;    // of these, for a kernel's own arguments besides the tensors
 
-// The number of tensors for which kBytes of a launch's arguments have room.
+// A table of as many tensors as kBytes of a launch's arguments have room for.
 template <int kDepth, int kBytes>
 struct TensorTable {
   static constexpr int kBytesOfTensor = kDepth * (sizeof(void*) + sizeof(DType)) + sizeof(int64_t) + 2 * sizeof(int32_t);

@@ -26,7 +26,7 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.loss_scalers: list[Any] = []
-        # frontend.py and handle.py, which import this module, set the values before initialize.
+        # frontend.py and handle.py, which import this module, set what these hold before initialize.
         self.opt_properties: Any = None
         self.opt_properties_before_initialize: Any = None
         self.handle: Any = None

@@ -152,7 +152,7 @@ class LossScaler:
     def _overflow_buf(self) -> torch.Tensor:
         """The flag as an int tensor, for use with ``multi_tensor_applier``: 1 after an overflow in this iteration.
 
-        A script may replace the tensor, which then alone holds the flag.
+        A script may assign another tensor, which then alone holds the flag.
         """
         if self._noop_buffer is None:
             default = "cuda" if torch.cuda.is_initialized() else "cpu"

@@ -46,7 +46,7 @@ def type_string(x: torch.Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Cast the floating-point tensors of ``x`` to the lower precision."""
+    """Cast the float32, float16 and bfloat16 tensors of ``x`` to the lower precision."""
     return cast_floating(x, default_lower_precision("cuda"))
 
 

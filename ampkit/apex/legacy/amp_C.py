@@ -149,7 +149,7 @@ def multi_tensor_adam(flag, lists, lr, beta1, beta2, eps, step, mode, bias_corre
 def multi_tensor_adam_capturable(
     flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale
 ):
-    """Step by Adam with rate, step and 1 / scale in tensors; unscale the gradients. Heeds the flag."""
+    """Step as multi_tensor_adam, with rate, step and 1 / scale in tensors; unscale the gradients. Heeds the flag."""
     _adam_capturable(flag, lists, (lr, beta1, beta2, eps, step, bias_correction, weight_decay), mode, inv_scale)
 
 
@@ -157,7 +157,7 @@ def multi_tensor_adam_capturable(
 def multi_tensor_adam_capturable_master(
     flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale
 ):
-    """Call multi_tensor_adam_capturable on the lists (g, p, m, v, master of p)."""
+    """Step as multi_tensor_adam_capturable, on the lists (g, p, m, v, master of p)."""
     _adam_capturable(flag, lists, (lr, beta1, beta2, eps, step, bias_correction, weight_decay), mode, inv_scale)
 
 
@@ -211,7 +211,7 @@ def multi_tensor_lamb(
 def multi_tensor_lamb_mp(
     flag, lists, lr, beta1, beta2, eps, step, corrects, wd, averages, mode, norm, max_norm, nvlamb, found_inf, inv_scale
 ):
-    """Call multi_tensor_lamb on (g, p, m, v[, copy of p in lower precision]), unscaling; do nothing after ``found_inf``.
+    """Step as multi_tensor_lamb, on (g, p, m, v[, copy of p in lower precision]), unscaling; do nothing after ``found_inf``.
 
     ``norm``, of all gradients, and ``max_norm`` are compared as they are: both scaled, or both not.
     """

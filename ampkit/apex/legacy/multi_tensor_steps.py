@@ -64,7 +64,7 @@ def multi_tensor_lamb(
     trusts: bool = True,
     **common: Any,
 ) -> None:
-    """Step by LAMB (You et al. 2020, algorithm 2): Adam's direction; if ``trusts``, as long as ``lr`` times the weights' norm.
+    """Step by LAMB (You et al. 2020, algorithm 2), in Adam's direction; if ``trusts``, as long as ``lr`` times the weights' norm.
 
     ``directions`` (may be the gradients) receives the directions taken, which no kernel does. For LAMB's own clipping,
     ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
@@ -175,7 +175,7 @@ def tensor_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
 
 @torch.no_grad()
 def clip_factor(norm: Number, max_norm: Number) -> Tensor:
-    """The factor by which gradients of this norm do not exceed ``max_norm``; 0 or less means no maximum."""
+    """The factor that clips gradients of this norm to ``max_norm``; 0 or less means no maximum."""
     norm = norm.reshape(()) if isinstance(norm, Tensor) else torch.tensor(float(norm))
     # A number is written where the norm lies: a copy from the host would wait for the device.
     max_norm = max_norm.reshape(()).to(norm) if isinstance(max_norm, Tensor) else norm.new_full((), float(max_norm))

@@ -13,7 +13,7 @@ from ...optimizers.scales import Scale
 
 
 class OwnMasters:
-    """A mixin before a fused optimizer: it updates the float32 copies, ``master_param`` in the state, and rounds them."""
+    """A mixin before a fused optimizer: updates float32 copies (``master_param`` in the state), and rounds them to parameters."""
 
     state: dict[torch.Tensor, dict[str, Any]]
     master_weights = True

@@ -19,7 +19,7 @@ from .gradient_sync import GradientSync, SyncSettings, average, broadcast_parame
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """A wrapper that averages gradients over all processes during each backward pass; ``module`` is not copied.
+    """A wrapper that averages gradients over all processes during each backward pass; ``module`` is neither copied nor moved.
 
     Parameters, and only they, are broadcast from rank 0 at the start. Gradients are reduced in buckets of ``message_size``
     elements while the backward pass runs, or with ``delay_allreduce`` all at its end. Between ``disable_allreduce()`` and

@@ -77,7 +77,7 @@ class GradientSync:
         self.watch(params)
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Reduce these parameters instead, those that require a gradient."""
+        """Reduce the gradients of these parameters instead, of those that require one."""
         self.close()
         self._params = [param for param in params if param.requires_grad]
         self._buckets = self._make_buckets()

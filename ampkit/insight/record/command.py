@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the record. The exit code is 0 if something was recorded, and 1 or the script's own else."""
+    """Run the script, and print the record. The exit code is the script's own if it failed, 1 if nothing was recorded, else 0."""
     # Resolved before the script changes its folder.
     paths = [path and path.resolve() for path in (arguments.json, arguments.html)]
     records: list[Record] = []

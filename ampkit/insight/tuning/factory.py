@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BATCHES = 32  # are used in turn
+_BATCHES = 32  # are kept, and used in turn
 
 
 def located(factory: Callable[[], Any] | str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from ..words import columns, percent
 from .ways import AUTOCAST, FLOAT32, Way
 
 WIDTH = 100
-#: The rule. Losses may be this many times as far from float32's as torch.autocast's, this far if that failed, or at least this far;
+#: The rule. Losses may be this many times as far from float32's as torch.autocast's, this far if that failed, and this far always;
 TIMES_AUTOCAST, WITHOUT_AUTOCAST, NO_DISTANCE = 1.5, 0.01, 1e-4
 #: this share of updates may be lost in addition to those that float32 loses; times and memory within this factor count as equal.
 MORE_LOST, ALIKE = 0.05, 1.03

@@ -1,3 +1,3 @@
-"""``apex.contrib``: its packages ``optimizers`` and ``clip_grad``, of many."""
+"""``apex.contrib``: only ``optimizers`` and ``clip_grad`` of its many packages."""
 
 from . import optimizers as optimizers  # as amp did in Apex: scripts say apex.contrib.optimizers after import apex
