@@ -84,10 +84,30 @@ def of_torch(**more):
     return lambda p, lr: torch.optim.AdamW(p, lr=lr, **SETTINGS, **more)
 
 
+class CopiesByHand(torch.optim.AdamW):
+    """torch's AdamW over float32 copies of bfloat16 weights, which get the copies' values after each step."""
+
+    def __init__(self, params, lr):
+        self.stored = list(params)
+        super().__init__([p.detach().float() for p in self.stored], lr=lr, **SETTINGS)
+
+    def step(self):
+        copies = self.param_groups[0]["params"]
+        for stored, copy in zip(self.stored, copies):
+            copy.grad = stored.grad.float()
+        super().step()
+        torch._foreach_copy_([stored.detach() for stored in self.stored], copies)
+
+    def zero_grad(self):
+        for stored in self.stored:
+            stored.grad = None
+
+
 WAYS = {
     "torch, float32": Way(torch.float32, of_torch(fused=True)),
     "torch.amp": Way(torch.float32, of_torch(fused=True), autocast=True),
     "torch, bfloat16": Way(BF16, of_torch()),
+    "torch, float32 copies by hand": Way(BF16, CopiesByHand),
     "ampkit": Way(BF16, ours()),
     "ampkit, bfloat16 moments": Way(BF16, ours(state_dtype=BF16)),
     "ampkit, int8 moments": Way(BF16, ours(state_dtype="int8")),
