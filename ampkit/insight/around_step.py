@@ -88,8 +88,6 @@ def named_params(optimizer: Any) -> Iterator[Named]:
 def to_host(shares: dict[str, torch.Tensor]) -> dict[str, float]:
     """Convert scalar tensors to numbers, with a single read from the device."""
     values = list(shares.values())
-    return (
-        dict(zip(shares, torch.stack([moved_to(value, values[0].device) for value in values]).tolist()))
-        if values
-        else {}
-    )
+    if not values:
+        return {}
+    return dict(zip(shares, torch.stack([moved_to(value, values[0].device) for value in values]).tolist()))

@@ -252,9 +252,8 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: Fo
         total = stash = slot.stash
         slot.stash = None
         if _is_for_torch(gradient) or _is_for_torch(stash):
-            put_gradient(
-                slot.param, _sum(slot.param.grad, stash, stash.dtype if slot.master is None else torch.float32)
-            )
+            dtype = stash.dtype if slot.master is None else torch.float32
+            put_gradient(slot.param, _sum(slot.param.grad, stash, dtype))
             continue
         is_of_script = stash._is_view()  # a view of a flat buffer: autograd leaves no views
         if slot.master is not None and stash.dtype is not torch.float32 and not is_of_script:

@@ -253,9 +253,8 @@ def report_non_finite(tensors, found_inf, first_bad=None):
     else:
         extremes = torch._foreach_norm(values, float("inf"))
     home = (first_bad if found_inf is None else found_inf).device
-    bad = (
-        torch.stack([moved_to(x, home) for x in extremes]).isfinite().reshape(len(values), -1).all(dim=1).logical_not()
-    )
+    finite = torch.stack([moved_to(x, home) for x in extremes]).isfinite()
+    bad = finite.reshape(len(values), -1).all(dim=1).logical_not()
     if found_inf is not None:
         found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
     if first_bad is not None:

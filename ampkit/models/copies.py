@@ -48,9 +48,8 @@ def pickle_parameter(original: Callable, self: nn.Parameter, protocol: int) -> A
 
 def pickle_for_process(param: nn.Parameter) -> Any:
     """Pickle a parameter for another process. While a child is spawned, its shared memory is kept alive until the child has it."""
-    if (plain := float32_copy(param)) is not None and (
-        popen := multiprocessing.context.get_spawning_popen()
-    ) is not None:
+    plain, popen = float32_copy(param), multiprocessing.context.get_spawning_popen()
+    if plain is not None and popen is not None:
         vars(popen).setdefault("_ampkit_shared", []).append(plain)
     return reduce_tensor(param if plain is None else plain)
 

@@ -270,9 +270,9 @@ class FusedOptimizer(KeepsState):
             self.grad_norm = norm
         if is_alone:
             bad = norm.isfinite().logical_not().float().reshape(())
-            inputs.found_inf = (
-                bad if inputs.found_inf is None else torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
-            )
+            if inputs.found_inf is not None:
+                bad = torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
+            inputs.found_inf = bad
             self._hooks.heed(inputs.found_inf)
         if self.max_norm is not None:
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
