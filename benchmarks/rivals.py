@@ -97,6 +97,8 @@ class CopiesByHand(torch.optim.AdamW):
             copy.grad = stored.grad.float()
         super().step()
         torch._foreach_copy_([stored.detach() for stored in self.stored], copies)
+        for copy in copies:
+            copy.grad = None
 
     def zero_grad(self):
         for stored in self.stored:
