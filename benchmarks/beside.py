@@ -189,15 +189,18 @@ def prepare(task):
 
     def train():
         optimizer.zero_grad()
-        with region():
-            loss = loss_of(called)
+        for _ in range(MICRO_BATCHES.get(task["case"], 1)):
+            with region():
+                loss = loss_of(called)
+            if way == "autocast":
+                scaler.scale(loss).backward()
+            else:
+                with ampkit.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
         if way == "autocast":
-            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
         else:
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
             optimizer.step()
 
     return train if trains else evaluate, model
@@ -368,6 +371,15 @@ def matrix_factorization():
     return Factors(), lambda model: (model(pairs) - 3.0).square().mean()
 
 
+def wide_mlp():
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    x = torch.randn(8, 2048)
+    return model, lambda model: model(x).float().square().mean()
+
+
 def small_mlp(*widths, policy=False):
     """A small network on 32 rows, as a regression, or as a policy by the logarithms of its choices."""
 
@@ -433,8 +445,10 @@ CASES = {
     "policy gradient": small_mlp(8, 64, 64, 4, policy=True),
     "mlp of 3 layers": small_mlp(16, 32, 32, 1),
     "mlp of 5 layers": small_mlp(16, 64, 64, 64, 64, 1),
+    "wide mlp": wide_mlp,
     "generate": generate,
 }
+MICRO_BATCHES = {"wide mlp": 4}  # of a step; 1 elsewhere
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ This page shows the time and memory of whole training steps: in float32, with to
 and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the
 processor, so measure on yours: `make bench` takes 25 minutes on a CPU and writes this page, and
 [`ampkit tune`](tuning.md) measures a model of your own.
-The figures of O5 are those of an earlier O5, which stored weights in bfloat16 as O2 does.
-`python benchmarks/beside.py --unscaled` compares today's O5 with torch.autocast without a loss scale.
+`python benchmarks/beside.py --unscaled` compares with torch.autocast without a loss scale, which bfloat16 does not need:
+[its figures](../benchmarks/results/2026-11-29-beside-avx512.md).
 """
 SHORT = """!!! warning "Not a measurement"
 

@@ -26,6 +26,7 @@ from .state import CastingState
 
 _WORTHWHILE = 1 << 16
 _IN_CACHES = 1 << 18  # elements, for each thread
+_LARGE_TABLE = 1 << 16  # elements of an embedding whose gradient is narrow
 
 # Bound before anything is patched.
 _grad_enabled = torch.is_grad_enabled
@@ -259,14 +260,16 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
 
 
 def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
-    """Wrap ``embedding``: tables that may have narrow gradients get them by rows (`RowsOfTable`).
+    """Wrap ``embedding``: large tables that may have narrow gradients get them by rows (`RowsOfTable`).
 
-    Sparse gradients are in the table's precision: autograd casts none.
+    The gradients of smaller ones stay float32: they take few bytes, and less time. Sparse gradients are in the table's precision:
+    autograd casts none.
     """
 
     def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
         if not sparse:
-            if takes_narrow_gradients(weight) and not scale_grad_by_freq and _records_plainly(weight):
+            may_be_narrow = takes_narrow_gradients(weight) and weight.numel() >= _LARGE_TABLE
+            if may_be_narrow and not scale_grad_by_freq and _records_plainly(weight):
                 return RowsOfTable.apply(original, weight, indices, padding_idx)
             return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
         rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)

@@ -159,18 +159,10 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  constexpr int64_t kSmall = 64 * 1024;  // elements. For a smaller table the search for used rows takes longer than a sum of all
-  const bool is_whole = table.numel() < kSmall;
-  at::Tensor rows, sums;
-  if (is_whole) {
-    sums = at::embedding_dense_backward(grad, indices, table.size(0), padding_index, false);
-  } else {
-    at::Tensor places;
-    std::tie(rows, places, std::ignore) = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
-    // torch's kernel sums the gradients of each row, for the used rows only.
-    sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
-    if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
-  }
+  const auto [rows, places, _] = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
+  // torch's kernel sums the gradients of each row, for the used rows only.
+  at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
+  if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
   WidenFirst* hook = hook_of(table);
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   at::Tensor& there = node->variable.mutable_grad();
@@ -182,8 +174,7 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
     widen(there);
   }
   hook->has_rows = true;
-  if (!is_reduced(there)) is_whole ? there.add_(sums) : there.index_add_(0, rows, sums);
-  else if (is_whole) there.copy_(there.to(at::kFloat).add_(sums));
+  if (!is_reduced(there)) there.index_add_(0, rows, sums);
   else there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
   return true;
 }

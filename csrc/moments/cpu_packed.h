@@ -198,12 +198,14 @@ static void packed_block(const Grad* g, float* p, const PackedMoment& first, con
 }
 
 // n is a multiple of kMomentBlock.
-template <class Grad, class Functor>
+template <class Grad, class Functor, class Next>
 static void packed_tile(const Grad* g, float* p, const PackedMoment& first, const PackedMoment& second, int64_t n, Functor functor,
-                        float of_tensor, const Drawn* drawn) {
-  for (int64_t start = 0; start < n; start += kMomentBlock)
+                        float of_tensor, const Drawn* drawn, const Next& next) {
+  for (int64_t start = 0; start < n; start += kMomentBlock) {
+    next.prefetch(start, kMomentBlock);
     drawn != nullptr ? packed_block<true>(g, p, first, second, start, functor, of_tensor, drawn)
                      : packed_block<false>(g, p, first, second, start, functor, of_tensor, drawn);
+  }
 }
 #endif
 

@@ -72,6 +72,7 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     if (draws_moments) draw(philox, kMoments, offset, n, for_moments);
     if (draws_param) draw(philox, kParam, offset, n, for_param);
     const Drawn* drawn = draws_moments ? &for_moments : nullptr;
+    const NextTile<kStates + 3> next(tensor, offset);
     const auto update = [&](const auto* g, auto params) {
 #if AMPKIT_LANES > 4
       if constexpr (kStates > 0)
@@ -79,13 +80,13 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
           const PackedMoment a = packed_moment(data[2], tensor.numel, offset);
           const PackedMoment b = kStates > 1 ? packed_moment(data[kStates + 1], tensor.numel, offset) : PackedMoment{};
           float* p = params.edit(n, p_buffer);
-          packed_tile(g, p, a, b, n, functor, of_tensor, drawn);
+          packed_tile(g, p, a, b, n, functor, of_tensor, drawn, next);
           return params.store(p, n);
         }
 #endif
       float* a = kStates > 0 ? edit_moment<SignedCode>(data[2], dtype[2], tensor.numel, offset, n, a_buffer) : nullptr;
       float* b = kStates > 1 ? edit_moment<UnsignedCode>(data[3], dtype[3], tensor.numel, offset, n, b_buffer) : nullptr;
-      step_tile(g, params, a, b, n, functor, of_tensor);
+      step_tile(g, params, a, b, n, functor, of_tensor, next);
       if (kStates > 0) store_moment<SignedCode>(a, data[2], dtype[2], tensor.numel, offset, n, drawn);
       if (kStates > 1) store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn);
     };
