@@ -196,8 +196,9 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient._values()
 
 
-def bring_to(slots: list[Slot], factor: Scale) -> None:
-    """Multiply gradients that stay in ``.grad``, in their weights' precision, in which the backward pass adds to them."""
+def bring_to(slots: list[Slot], old: Scale, new: Scale) -> None:
+    """Bring gradients that stay in ``.grad`` to a new scale, in their weights' precision, in which the backward pass adds to them."""
+    factor = 1.0 if new is old else new / (moved_to(old, new.device) if isinstance(new, torch.Tensor) else old)
     is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
     inputs, outputs = [], []
     for slot in slots:

@@ -18,7 +18,7 @@ from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_grad
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, clear_gradient, put_gradient, value_of
-from ..optimizers.scales import Scale, moved_to, norm_of, ratio
+from ..optimizers.scales import Scale, moved_to, norm_of
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
@@ -254,7 +254,7 @@ class Gradients:
         if self.state is State.READY:
             self.stash(self.slots, copies)
         else:
-            bring_to(self.slots, ratio(scale, self.scale if self.state is State.WAITING else 1.0))
+            bring_to(self.slots, self.scale if self.state is State.WAITING else 1.0, scale)
         self.state, self.scale = State.IN_BLOCK, scale
 
     @staticmethod
