@@ -21,11 +21,10 @@ from ..casting.tensors import params_of
 from ..devices import device_type_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..iteration.ways import choose, why_not_in_one_pass
+from ..iteration.ways import Traits, choose, is_known, why_not_in_one_pass
 from ..kernels.moments import packed_size
 from ..logs import printable
 from ..models.keep_fp32 import Kept
-from ..optimizers.traits import Traits, is_known
 from ..plan import Plan, resolve
 from ..registry import live_sessions, wrapper_of
 from ..session import Session

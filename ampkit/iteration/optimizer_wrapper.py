@@ -8,6 +8,7 @@ wrapper itself sits on the optimizer and lives as long as it does. Optimizers ar
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
-from ..optimizers.traits import Traits, evaluates_once, hand_over, has_hooks
+from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
 from .advice import Advice
@@ -34,11 +35,14 @@ from .found_inf import Findings
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
-from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
+from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
 
+# The hooks of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
+_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 _AMID_UPDATE = (
     "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
     "checkpoint."
@@ -77,7 +81,8 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
                 self._replace(inner, "step", self._step_of_inner)
-            hand_over(optimizer, True)
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.hand_over(True)
             add_wrapper(self)
         except BaseException:
             self.detach()
@@ -94,7 +99,8 @@ class OptimizerWrapper:
         self.active = False
         remove_wrapper(self)
         self._patches.restore()
-        hand_over(self.optimizer(), False)
+        if isinstance(optimizer := self.optimizer(), FusedOptimizer):
+            optimizer.hand_over(False)
         for state, cast in self.state_cast(torch.float32):
             state.update(cast)
         self.gradients.forget_slots()
@@ -208,7 +214,8 @@ class OptimizerWrapper:
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if callable(closure):
             kwargs.pop("closure", None)
-            if not evaluates_once(self.optimizer()):
+            optimizer = self.optimizer()
+            if not is_known(optimizer) or isinstance(optimizer, torch.optim.LBFGS):  # it may evaluate its closure again
                 step = functools.partial(original, *rest, **kwargs)
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
@@ -226,7 +233,7 @@ class OptimizerWrapper:
         way, reason = choose(self)
         if reason is not None and self.gradients.stored:
             self._tell_of_copies(reason)
-        hooked = has_hooks(optimizer)
+        hooked = _has_hooks(optimizer)
         if hooked and self.gradients.clipping.pending is not None:
             self.gradients.widen()  # scripts look at gradients there
         return self._take(way, functools.partial(original, *args, **kwargs), hooked)
@@ -415,3 +422,11 @@ def keep_casts_to_step(named: Sequence[OptimizerWrapper]) -> None:
 def _casting_disabled() -> Any:
     casting = active_casting()
     return casting.disabled() if casting is not None else nullcontext()
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+        optimizer, "_optimizer_step_post_hooks", None
+    )
+    return hooks is not None and bool(hooks or _pre_hooks_of_all or _post_hooks_of_all)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import ClosureError, ConfigurationError
-from ..optimizers.traits import is_known
 from ..registry import WRAPPER_KEY
 from .gradients import Gradients, Slot
+from .ways import is_known
 
 
 class StandIns:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from .. import kernels
 from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
-from ..optimizers.traits import Traits
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
@@ -34,6 +34,40 @@ ONE_PASS = (SGD, Adam, AdamW)
 #: Group settings with which torch's step and ampkit's differ.
 _OTHER_ARITHMETIC = ("amsgrad", "differentiable")
 _version_of = operator.attrgetter("_version")
+
+
+def is_known(optimizer: Any) -> bool:
+    """Whether an optimizer's class is torch's or ampkit's."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampkit."))
+
+
+class Traits(NamedTuple):
+    """Facts about an optimizer's methods, read before `initialize` replaces them.
+
+    ``takes_inputs``: it is a fused optimizer of ampkit's whose ``step`` no script has replaced; ``takes_rests``: its ``update``
+    writes weights and rests together. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may wrap
+    it. ``clears_as_torch``: its ``zero_grad`` is torch's or ampkit's.
+    """
+
+    takes_inputs: bool
+    takes_rests: bool
+    has_own_step: bool
+    clears_as_torch: bool
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Traits:
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
+        takes_inputs = is_ours and "step" not in vars(optimizer) and step.__module__.startswith("ampkit.")
+        takes_rests = is_ours and optimizer.takes_rests and type(optimizer).update.__module__.startswith("ampkit.")
+        takes_inputs = takes_inputs and optimizer.takes_step_inputs
+        own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+        return cls(
+            bool(takes_inputs),
+            bool(takes_inputs and takes_rests),
+            inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd"),
+            "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own_zero_grad,
+        )
 
 
 class Way(NamedTuple):
