@@ -30,7 +30,7 @@ from .errors import ConfigurationError
 from .events import listeners, tell
 from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
-from .iteration.gradients import Slots, torchs_clipping
+from .iteration.gradients import torchs_clipping
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.reach import retained_results
@@ -221,10 +221,9 @@ class Session:
             take_narrow_gradients(params, self._undo)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        slots = Slots(self.plan.master_weights)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
-            OptimizerWrapper(optimizer, self, slots)
+            OptimizerWrapper(optimizer, self)
             for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
                 self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
                 copies.make_state_plain(inner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,8 +140,10 @@ class Block:
     def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stash the gradients of tensors that no initialized optimizer updates."""
         outside = self.scaling.outside
-        outside.drop({id(slot.param) for wrapper in self._held for slot in wrapper.gradients.slots} & outside.ids)
-        fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in outside.ids]
+        held = set().union(*[wrapper.gradients.ids for wrapper in self._held])
+        kept = [slot for slot in outside.slots if id(slot.param) not in held]
+        ids = {id(slot.param) for slot in kept}
+        fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in ids]
         for session in live_sessions:
             if session.scaling is not self.scaling and any(
                 id(slot.param) in session.scaling.outside.ids for slot in fresh
@@ -150,7 +152,7 @@ class Block:
                     "A scale_loss block came to a tensor whose gradient waits at the loss scale of another initialize() call "
                     "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
                 )
-        outside.add(fresh)
+        outside.hold([*kept, *fresh])
         if outside.state is State.IN_BLOCK:
             outside.stash(fresh)
         else:
@@ -345,6 +347,8 @@ class LossScaling:
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
         self.outside = Gradients()
+        #: By the id of a parameter: one for all optimizers of the session that update it.
+        self.slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -367,7 +371,7 @@ class LossScaling:
     def forget_outside(self) -> None:
         """Forget the slots of ``outside`` after a block, unless their gradients wait at its scale."""
         if self.outside.slots and self.outside.state is not State.WAITING:
-            self.outside.forget_slots()
+            self.outside.hold(())
 
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""

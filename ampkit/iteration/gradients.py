@@ -7,8 +7,7 @@ step as it does in torch. It is float32 where the weight's precision cannot hold
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, clear_gradient, put_gradient, value_of
+from ..models.float32_values import Float32Value, clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to, norm_of
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
@@ -46,24 +45,6 @@ class Slot:
     def gradient(self) -> torch.Tensor | None:
         """``param.grad`` as it is stored; a script that reads ``param.grad`` of a float32 weight gets it in float32."""
         return stored_gradient(self.param)
-
-
-class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` if weights have rests."""
-
-    def __init__(self, with_rests: bool) -> None:
-        self._with_rests = with_rests
-        self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
-
-    def of(self, params: Iterable[torch.Tensor]) -> Iterator[Slot]:
-        for param in params:
-            slot = self._slots.get(id(param))
-            if slot is None:
-                value = value_of(param) if self._with_rests else None
-                if value is not None and value.rest is None:  # made of cast weights since, by a parametrization
-                    value.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-                slot = self._slots[id(param)] = Slot(param, value)
-            yield slot
 
 
 class State(enum.Enum):
@@ -181,42 +162,22 @@ class Gradients:
         self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
         self.clipping = Clipping()
 
-    def add(self, slots: Iterable[Slot]) -> None:
-        """Add slots, each once. Where the iterator ``slots`` raises, the slots before stay added."""
-        known = set(self.slots)
-        for slot in slots:
-            if slot not in known:
-                known.add(slot)
-                slot.owners += 1
-                self.slots.append(slot)
-                self.params.append(slot.param)
-                self.ids.add(id(slot.param))
-                if slot.master is not None:
-                    self.stored.append(slot)
-        self.process_groups = list(
-            dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._of_script])
-        )
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """Hold these slots, each once, and no others."""
+        before, self.slots = self.slots, list(dict.fromkeys(slots))
+        for slot in self.slots:
+            slot.owners += 1
+        for slot in before:
+            slot.owners -= 1
+        self.stored = [slot for slot in self.slots if slot.master is not None]
+        self.params = [slot.param for slot in self.slots]
+        self.ids = set(map(id, self.params))
+        self.process_groups = list(dict.fromkeys([*process_groups(self.params), *self._of_script]))
 
     @property
     def device(self) -> torch.device:
         """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
         return self.slots[0].param.device if self.slots else _CPU
-
-    def drop(self, ids: set[int]) -> None:
-        """Drop the slots of these parameters, which another optimizer holds."""
-        if ids:
-            kept = [slot for slot in self.slots if id(slot.param) not in ids]
-            self.forget_slots()
-            self.add(kept)
-
-    def forget_slots(self) -> None:
-        """Drop all slots."""
-        for slot in self.slots:
-            slot.owners -= 1
-        self.slots.clear()
-        self.stored.clear()
-        self.params.clear()
-        self.ids.clear()
 
     def refuse(self, verb: str) -> None:
         """Raise `ConfigurationError` where a script may not do this now. First release guesses of a block that got no gradient."""

@@ -27,12 +27,13 @@ from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
+from ..models.float32_values import value_of
 from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
 from .advice import Advice
 from .found_inf import Findings
-from .gradients import Gradients, Slots, State
+from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
@@ -52,7 +53,7 @@ _AMID_UPDATE = (
 class OptimizerWrapper:
     """The wrapper of an optimizer of a session (``owner``): slots, gradients, their flags, and methods that replace its own."""
 
-    def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
+    def __init__(self, optimizer: Any, owner: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.owner = owner
         self.advice: Advice = owner.scaling.advice
@@ -64,7 +65,6 @@ class OptimizerWrapper:
         self.findings = Findings(self.gradients, owner)
         self.one_pass = OnePassStep(optimizer, self.gradients)
         self._told_of: set[str] = set()  # logged reasons for steps over stand-ins
-        self._slots = slots
         self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
         self.has_lent = False  # whether a script may hold loans of `master_params`
         try:
@@ -103,7 +103,7 @@ class OptimizerWrapper:
             optimizer.hand_over(False)
         for state, cast in self.state_cast(torch.float32):
             state.update(cast)
-        self.gradients.forget_slots()
+        self.gradients.hold(())
 
     def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The state of each parameter that trains in lower precision, with a cast of it to ``dtype``, or to the parameter's."""
@@ -401,7 +401,16 @@ class OptimizerWrapper:
 
     def _know_params(self, params: list[Tensor]) -> None:
         self.owner.train(params)
-        self.gradients.add(self._slots.of(params))
+        known, slots = self.owner.scaling.slots, self.gradients.slots.copy()
+        for param in params:
+            slot = known.get(id(param))
+            if slot is None:
+                value = value_of(param) if self.owner.plan.master_weights else None
+                if value is not None and value.rest is None:  # made of cast weights since, by a parametrization
+                    value.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                slot = known[id(param)] = Slot(param, value)
+            slots.append(slot)
+        self.gradients.hold(slots)
         self._params = params
 
 
