@@ -85,7 +85,7 @@ class Block:
             return self.scaled
         scaling = self.scaling
         held = scaling.held_scale
-        self.scale = self.scaler.current(home_of(self.named)) if held is None else held
+        self.scale = self.scaler.current(self.named[0].gradients.device) if held is None else held
         self.scaled = scaled = self.scaled * moved_to(self.scale, self.scaled.device)
         self._hold(self.named)
         if self.delay_unscale:
@@ -433,12 +433,4 @@ class LossScaling:
 
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
     """Return a clear flag for a block of these optimizers."""
-    return FoundInf.clear(home_of(wrappers), scaler, wrappers[0].owner.name_of)
-
-
-def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:
-    """The device of these optimizers' loss scale: that of the first parameter, or the CPU without any."""
-    for wrapper in named:
-        if wrapper.gradients.slots:
-            return wrapper.gradients.slots[0].param.device
-    return torch.device("cpu")
+    return FoundInf.clear(wrappers[0].gradients.device, scaler, wrappers[0].owner.name_of)
