@@ -248,7 +248,7 @@ class Block:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
                     wrapper.gradients.keep_scaled(scale)
-                    wrapper.delayed_with = self.scaler
+                    wrapper.findings.scaler = self.scaler
                 else:
                     wrapper.gradients.put_back(BackwardPass(scale))
             if scaling.outside.holder is self:
@@ -391,7 +391,7 @@ class LossScaling:
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
-        scaler = wrapper.delayed_with or self.scalers[0]
+        scaler = wrapper.findings.scaler or self.scalers[0]
         backward = BackwardPass(wrapper.gradients.scale)
         collect(backward, [wrapper], [], self._outside_waiting(), scaler)
         self.forget_outside()

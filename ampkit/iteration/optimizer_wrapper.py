@@ -34,7 +34,6 @@ from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
 from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slot, State
-from .loss_scale import LossScaler
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
@@ -58,13 +57,11 @@ class OptimizerWrapper:
         self.owner = owner
         self.advice: Advice = owner.scaling.advice
         self._patches = PatchSet()
-        self.delayed_with: LossScaler | None = None
         self.active = True
         self.traits = Traits.of(optimizer)
         self.gradients = Gradients(owner.process_group)
         self.findings = Findings(self.gradients, owner)
         self.one_pass = OnePassStep(optimizer, self.gradients)
-        self._told_of: set[str] = set()  # logged reasons for steps over stand-ins
         self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
         self.has_lent = False  # whether a script may hold loans of `master_params`
         try:
@@ -268,13 +265,13 @@ class OptimizerWrapper:
     def _tell_of_copies(self, reason: str) -> None:
         """Log once for each reason that a step runs over float32 copies, which costs time and memory."""
         kind = type(self.optimizer())
-        if reason not in self._told_of and self.owner.plan.one_pass_step and kind in ONE_PASS:
+        is_rare = self.owner.plan.one_pass_step and kind in ONE_PASS
+        if is_rare and self.advice.is_first(f"{kind.__name__} over copies: {reason}"):
             logger.info(
                 "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
                 kind.__name__,
                 reason,
             )
-        self._told_of.add(reason)
 
     def checks_step(self, way: Way | None = None) -> bool:
         """Whether a step checks gradients that no block has checked, as at loss scale 1.
