@@ -61,26 +61,19 @@ class FoundInf:
         """Whether a gradient was not finite. Waits for the device."""
         return not self.is_clean and is_set(self.flag)
 
-    def first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
-        for tensors, index in self.lists:
-            if 0 <= (first := int(arrived(index))) < len(tensors):
-                return self._name_of(tensors[first])
-        return None
-
     def sum_of_loss(self) -> float:
         """The sum of the loss: finite if all of it is, and 0.0 where no loss is known."""
         return 0.0 if self.loss is None else arrived(self.loss)
 
-    def cause(self, unnamed: Callable[[], str | None]) -> str:
+    def cause(self) -> str:
         """The iteration and its origin, ``iteration 7: the gradient of 'fc.weight'``, for a flag that the host knows."""
-        loss = self.sum_of_loss()
-        if math.isfinite(loss):
-            name = self.first_nonfinite() or unnamed()
-            origin = f"the gradient of {name}" if name else ""
-        else:
-            origin = f"the loss is {loss}"
-        return ": ".join(filter(None, (f"iteration {self.iteration}" if self.iteration else "", origin)))
+        known = [f"iteration {self.iteration}"] if self.iteration else []
+        if not math.isfinite(loss := self.sum_of_loss()):
+            return ": ".join([*known, f"the loss is {loss}"])
+        for tensors, index in self.lists:
+            if 0 <= (first := int(arrived(index))) < len(tensors):
+                return ": ".join([*known, f"the gradient of {self._name_of(tensors[first])}"])
+        return "".join(known)
 
     @classmethod
     def any_of(cls, findings: Sequence[FoundInf]) -> FoundInf:
@@ -365,17 +358,10 @@ class Findings:
         self.of_step = self._found
         return self._found
 
-    def forbid_step(self, checks: bool = False) -> bool:
-        """Whether this step is to be skipped, read from the device; a skip is reported."""
-        self.judge(checks)
-        if self.skipped:
-            self.report()
-        return self.skipped
-
     def report(self) -> None:
         """Log a skip that the host knows of."""
         for scaler in dict.fromkeys([*filter(None, self._scalers), *self._owner.scaling.scalers[:1]]):
-            scaler.report(wait=True, unnamed=self._first_nonfinite)
+            scaler.report(wait=True)
 
     @property
     def skipped(self) -> bool:
@@ -439,19 +425,15 @@ class Findings:
 
     def _look(self) -> FoundInf:
         """Check the present gradients, on all processes that step together, and return the flag."""
-        gradients = self._gradients
+        gradients, name_of = self._gradients, self._owner.name_of
         if self._checked is not None and are_still(self._checked[1], gradients.params):
-            finding = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
+            finding = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()), name_of=name_of)
             finding.agree()
-            return finding
-        finding = FoundInf.clear(gradients.device, name_of=self._owner.name_of)
+            if finding.is_clean or not finding.flag.is_cpu:
+                return finding
+            # Else for the name: a number tells nothing about each gradient.
+        else:
+            finding = FoundInf.clear(gradients.device, name_of=name_of)
         gradients.check(finding)
         finding.agree(gradients.process_groups)
         return finding
-
-    def _first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite now. Waits for the device."""
-        for slot in self._gradients.slots:
-            if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
-                return self._owner.name_of(slot.param)
-        return None

@@ -10,7 +10,7 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,10 +94,6 @@ class ScaleState(NamedTuple):
     skips_at_floor: int = 0
     skips_apart: int = 0
 
-    @classmethod
-    def of(cls, words: Sequence[int]) -> ScaleState:
-        return cls(*struct.unpack("f", struct.pack("i", words[0])), *words[1:])
-
 
 class HostCopy:
     """The words of one scaler on the host: at once on the CPU, later in pinned memory on CUDA, elsewhere when `read` waits."""
@@ -127,7 +123,8 @@ class HostCopy:
     def read(self, wait: bool = False) -> ScaleState:
         """Return the words that have arrived, or with ``wait`` the present ones."""
         self._is_sent = False
-        return ScaleState.of((self._words if wait else self._pinned).tolist())
+        scale, *counts = (self._words if wait else self._pinned).tolist()
+        return ScaleState(*struct.unpack("f", struct.pack("i", scale)), *counts)
 
 
 class LossScaler:
@@ -299,13 +296,11 @@ class LossScaler:
         self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
         return True
 
-    def report(
-        self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
-    ) -> bool:
+    def report(self, *, wait: bool = False, raises: bool = True) -> bool:
         """Log the steps that were skipped since the last report, if that is known, or with ``wait``; returns whether there are any.
 
         Raises `LossScaleError` after 50 skips in a row at the floor, where nothing will change by itself; with ``raises=False`` the
-        next report does. ``unnamed`` names a parameter whose gradient is not finite where no kernel has noted one.
+        next report does.
         """
         if wait:
             self.synchronize()
@@ -323,10 +318,10 @@ class LossScaler:
         if skips:
             newest = self._newest_skip(reached)
             is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
-            cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
+            cause = newest.cause() if is_said else ""
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
             logger.info(self.overflow_line() + (f" ({details})" if details else ""))
-            self._diagnose(skips, newest, unnamed)
+            self._diagnose(skips, newest)
         # Every replay of a CUDA graph writes to what it has captured.
         self._recent = deque(
             (finding for finding in self._recent if finding.iteration is None or finding.iteration > reached), maxlen=8
@@ -344,11 +339,11 @@ class LossScaler:
                 return skip
         return None
 
-    def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
+    def _diagnose(self, skips: int, newest: FoundInf | None) -> None:
         """Warn after 25 skips in a row, with their cause. After 50 at the floor prepare the error that ends the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         if _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS):
-            cause = newest.cause(unnamed) if newest is not None else ""
+            cause = newest.cause() if newest is not None else ""
             last = f" ({cause})" if cause else ""
             logger.warning("Loss scaler %d: %d steps in a row were skipped%s. %s", self.loss_id, row, last, DIAGNOSE)
         if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):

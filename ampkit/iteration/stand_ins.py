@@ -182,7 +182,9 @@ def step_evaluating_again(
         with getattr(casting_off, "paused", nullcontext)():  # as where step() was called
             loss = closure()
         wrapper.settle()
-        if wrapper.findings.forbid_step(wrapper.checks_step()):
+        wrapper.findings.judge(wrapper.checks_step())
+        if wrapper.findings.skipped:
+            wrapper.findings.report()
             raise _SkippedInClosure
         if stand_ins.are_in_place:
             stand_ins.take_gradients()
