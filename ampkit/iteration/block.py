@@ -402,18 +402,15 @@ class LossScaling:
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.settle(finishes=False)
-        gradients_wait, groups = wrapper.gradients.state is State.WAITING, wrapper.gradients.process_groups
-        if not gradients_wait and (scaler.is_one or wrapper.gradients.has_fresh or not groups):
-            return None
+        gradients, outside = wrapper.gradients, self._outside_waiting()
+        if gradients.state is not State.WAITING:  # this process may have none, and others some
+            if scaler.is_one or gradients.has_fresh or not gradients.process_groups:
+                return None
         finding = None if scaler.is_one else new_finding([wrapper], scaler)
-        if not gradients_wait:  # this process has none, others may
-            finding.agree(groups)
-            return finding
-        scale, outside = wrapper.gradients.scale, self._outside_waiting()
-        for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
-            gradients.collect(BackwardPass(scale), finding)
+        for waiting in (gradients,) if outside is None else (gradients, outside):
+            waiting.collect(BackwardPass(waiting.scale), finding)
         if finding is not None:
-            finding.agree(groups)
+            finding.agree(gradients.process_groups)
             if outside is not None and not finding.is_clean:
                 outside.zero_where(finding.flag)
         self.forget_outside()
