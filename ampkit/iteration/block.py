@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
 from ..labels import labelled
 from ..optimizers.scales import Scale, moved_to
@@ -23,7 +24,7 @@ from .advice import Advice
 from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
-from .optimizer_wrapper import OptimizerWrapper, keep_casts_to_step
+from .optimizer_wrapper import OptimizerWrapper
 from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
 
 _NO_DDP = weakref.ref(set())  # a dead reference
@@ -77,8 +78,8 @@ class Block:
             raise
 
     def _begin(self) -> torch.Tensor:
-        if self.delay_unscale:
-            keep_casts_to_step(self.named)
+        if self.delay_unscale and (casting := active_casting()) is not None:
+            casting.caches.keep_to_step(tuple(param for wrapper in self.named for param in wrapper.gradients.params))
         for wrapper in self.named:
             wrapper.findings.begin(self.scaler, self.named if self.is_plain else ())
         if self.is_plain:
@@ -176,7 +177,10 @@ class Block:
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
-        """Hold the leaves that no wrapper of ``every`` updates, and with ``has_python`` all such parameters of the models."""
+        """Hold the leaves that no wrapper of ``every`` updates, and with ``has_python`` all such parameters of the models.
+
+        Except what FSDP2 has gathered. With Apex's policy only warn: its scripts divide these gradients by the scale themselves.
+        """
         outside = []
         for leaf in leaves:
             for wrapper in every:
@@ -184,8 +188,19 @@ class Block:
                     break
             else:
                 outside.append(leaf)
-        if outside or has_python:
-            self._hold_unowned(outside, has_python)
+        for session in dict.fromkeys([wrapper.owner for wrapper in self._held]) if outside or has_python else ():
+            if has_python:
+                outside += self.scaling.find_unowned(session)
+            gathered = session.gathered_params()
+            outside = [leaf for leaf in outside if id(leaf) not in gathered]
+        if outside and self.scaling.plan.policy.base == "apex":
+            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
+            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
+            is_parameter = isinstance(first, torch.nn.Parameter)
+            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
+            self.scaling.advice.tell("unowned", label)
+        elif outside:
+            self._hold_outside(outside)
 
     def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
@@ -204,22 +219,6 @@ class Block:
         self._hold(to_hold)
         if reached.has_python:
             self._hold([wrapper for wrapper in candidates if wrapper not in self._held], is_guess=True)
-
-    def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
-        """Hold leaves that no initialized optimizer updates, except what FSDP2 has gathered. With Apex's policy only warn."""
-        for session in dict.fromkeys([wrapper.owner for wrapper in self._held]):
-            if has_python:
-                outside += session.scaling.find_unowned(session)
-            gathered = session.gathered_params()
-            outside = [leaf for leaf in outside if id(leaf) not in gathered]
-        if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
-            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
-            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
-            is_parameter = isinstance(first, torch.nn.Parameter)
-            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
-            self.scaling.advice.tell("unowned", label)
-        elif outside:
-            self._hold_outside(outside)
 
     # The end of a block
 
@@ -286,7 +285,7 @@ def collect(
     An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
-    finding = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
+    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag(scaler)
     if outside is not None:
         outside.collect(backward, finding)
     for wrapper in named:
@@ -320,7 +319,7 @@ def _collect_unnamed(
     if not (gradients.has_fresh or gradients.process_groups):
         gradients.put_back(backward)
         return
-    unnamed_finding = None if finding is None else new_finding(named)
+    unnamed_finding = None if finding is None else named[0].findings.clear_flag()
     gradients.collect(backward, unnamed_finding)
     if unnamed_finding is not None:
         unnamed_finding.agree(gradients.process_groups)
@@ -406,7 +405,7 @@ class LossScaling:
         if gradients.state is not State.WAITING:  # this process may have none, and others some
             if scaler.is_one or gradients.has_fresh or not gradients.process_groups:
                 return None
-        finding = None if scaler.is_one else new_finding([wrapper], scaler)
+        finding = None if scaler.is_one else wrapper.findings.clear_flag(scaler)
         for waiting in (gradients,) if outside is None else (gradients, outside):
             waiting.collect(BackwardPass(waiting.scale), finding)
         if finding is not None:
@@ -426,8 +425,3 @@ class LossScaling:
         """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
-
-
-def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
-    """Return a clear flag for a block of these optimizers."""
-    return FoundInf.clear(wrappers[0].gradients.device, scaler, wrappers[0].owner.name_of)

@@ -45,11 +45,6 @@ class FoundInf:
         self.moves_scale = False
         self.lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
 
-    @classmethod
-    def clear(cls, device: torch.device, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> FoundInf:
-        """Return a clear flag on this device."""
-        return cls(constant(0.0, torch.float32, device).clone(), scaler, name_of)
-
     def agree(self, groups: Iterable[Any] = ()) -> None:
         """End the check. Processes of ``groups`` step together or not at all, so a flag that is set on one is set on all."""
         if groups:
@@ -299,6 +294,11 @@ class Findings:
         self._scalers: list[Any] = []  # of the blocks whose flags decided the last step
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
+    def clear_flag(self, scaler: Any = None) -> FoundInf:
+        """Return a clear flag for a check that begins with these gradients."""
+        flag = constant(0.0, torch.float32, self._gradients.device).clone()
+        return FoundInf(flag, scaler, self._owner.name_of)
+
     def add(self, finding: FoundInf | None) -> None:
         """Note the flag of a block that has made gradients; None where it does not check them."""
         self._checked = self._shared = None
@@ -422,15 +422,16 @@ class Findings:
 
     def _look(self) -> FoundInf:
         """Check the present gradients, on all processes that step together, and return the flag."""
-        gradients, name_of = self._gradients, self._owner.name_of
+        gradients = self._gradients
         if self._checked is not None and are_still(self._checked[1], gradients.params):
-            finding = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()), name_of=name_of)
+            flag = self._checked[0].isfinite().logical_not().float().reshape(())
+            finding = FoundInf(flag, name_of=self._owner.name_of)
             finding.agree()
             if finding.is_clean or not finding.flag.is_cpu:
                 return finding
             # Else for the name: a number tells nothing about each gradient.
         else:
-            finding = FoundInf.clear(gradients.device, name_of=name_of)
+            finding = self.clear_flag()
         gradients.check(finding)
         finding.agree(gradients.process_groups)
         return finding

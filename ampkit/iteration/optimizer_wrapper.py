@@ -418,13 +418,6 @@ def drop_casts() -> None:
         casting.caches.drop()
 
 
-def keep_casts_to_step(named: Sequence[OptimizerWrapper]) -> None:
-    """Keep the casts of these optimizers' weights for further micro-batches, until `drop_casts`."""
-    casting = active_casting()
-    if casting is not None:
-        casting.caches.keep_to_step(tuple(slot.param for wrapper in named for slot in wrapper.gradients.slots))
-
-
 def _casting_disabled() -> Any:
     casting = active_casting()
     return casting.disabled() if casting is not None else nullcontext()
