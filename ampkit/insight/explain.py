@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -252,8 +251,7 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         if wrapper is not None:
             why = choose(wrapper)[1]
         else:
-            slots: Any = [SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
-            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), slots, plan.one_pass_step)
+            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), params, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"

@@ -79,7 +79,6 @@ class Way(NamedTuple):
     the flag; the optimizer's own step runs inside of the context that it returns.
     """
 
-    name: str
     skips_on_device: bool
     is_one_kernel: bool
     in_step: Callable[[Wrapper, Tensor | None], AbstractContextManager[None]]
@@ -94,13 +93,14 @@ def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
         clip=gradients.clipping.pending,
         found_inf=found_inf,
         total_norm=gradients.total_norm,
-        gradient_of=stored_gradient,
     )
+    before = read_narrow(True)
     try:
         with nullcontext() if wrapper.traits.takes_rests else wrapper.stand_ins.in_step():
             yield
     finally:
         optimizer.inputs = None
+        read_narrow(before)
 
 
 def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextManager[None]:
@@ -113,10 +113,10 @@ def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[No
     return wrapper.stand_ins.in_step()
 
 
-OURS = Way("ours in one pass", True, True, _with_inputs)
-OURS_OVER_COPIES = Way("ours over float32 copies", True, False, _with_inputs)
-IN_ONE_PASS = Way("torch's in one pass", True, True, _in_one_pass)
-ITS_OWN = Way("its own", False, False, _of_its_own)
+OURS = Way(True, True, _with_inputs)
+OURS_OVER_COPIES = Way(True, False, _with_inputs)
+IN_ONE_PASS = Way(True, True, _in_one_pass)
+ITS_OWN = Way(False, False, _of_its_own)
 
 
 def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
@@ -125,7 +125,7 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     if traits.takes_inputs and traits.takes_rests:
         return OURS, None
     optimizer = wrapper.optimizer()
-    reason = why_not_in_one_pass(optimizer, traits, gradients.slots, plan.one_pass_step)
+    reason = why_not_in_one_pass(optimizer, traits, gradients.params, plan.one_pass_step)
     if traits.takes_inputs:
         return OURS_OVER_COPIES, reason
     if reason is None and (gradients.stored or plan.steps_in_one_pass):
@@ -133,7 +133,7 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     return ITS_OWN, reason
 
 
-def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pass_step: bool = True) -> str | None:
+def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], one_pass_step: bool = True) -> str | None:
     """The reason why a step of weights in lower precision needs float32 copies; None where one pass updates weights and rests."""
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
@@ -153,11 +153,11 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
         for setting in _OTHER_ARITHMETIC:
             if group.get(setting):
                 return f"{setting}=True"
-    for slot in slots:
-        gradient = stored_gradient(slot.param)
+    for param in params:
+        gradient = stored_gradient(param)
         if gradient is not None and gradient.layout is not torch.strided:
             return "a sparse gradient"
-        if slot.param.is_complex():
+        if param.is_complex():
             return "a complex parameter"
     return None
 

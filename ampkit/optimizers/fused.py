@@ -9,7 +9,6 @@ are those of state.py.
 from __future__ import annotations
 
 import numbers
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ class StepInputs:
     """The inputs of one step besides gradients and settings.
 
     ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
-    (`ampkit.kernels.split`). None is for an optimizer without a session, which has its own. ``gradient_of`` reads a gradient.
+    (`ampkit.kernels.split`). None is for an optimizer without a session, which has its own.
     Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
@@ -48,7 +47,6 @@ class StepInputs:
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     total_norm: Callable[[], torch.Tensor | None] | None = None
-    gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
 
 
 @dataclass
@@ -329,7 +327,7 @@ class FusedOptimizer(KeepsState):
         if self in KEEPERS:
             self.leave_out_rests([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
         for param in group["params"]:
-            gradient = inputs.gradient_of(param)
+            gradient = param.grad
             if gradient is None:
                 continue
             rest = self.rest_of(param) if param.dtype in LOWER_PRECISION else None
@@ -397,8 +395,7 @@ class FusedOptimizer(KeepsState):
 
     def _gradients(self, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
         """The gradients of these groups except sparse ones, for which the update raises."""
-        gradient_of = (self.inputs or _NOTHING).gradient_of
-        every = [gradient_of(param) for group in groups for param in group["params"]]
+        every = [param.grad for group in groups for param in group["params"]]
         return [gradient for gradient in every if gradient is not None and gradient.layout is torch.strided]
 
 
