@@ -56,16 +56,16 @@ class State(enum.Enum):
     IN_BLOCK = "earlier ones in stashes, or with the fresh ones in p.grad; fresh ones at the scale of the block"
 
 
-#: The refused transitions, by verb and state. Every other one is allowed.
+#: What a script may not do while a block is open. Every other transition is allowed.
 _REFUSED = {
-    ("step", State.IN_BLOCK): (
+    "step": (
         "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block first: step() "
         "belongs on the level of `with`, not inside it."
     ),
-    ("clip", State.IN_BLOCK): (
+    "clip": (
         "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
     ),
-    ("open", State.IN_BLOCK): (
+    "open": (
         "scale_loss was entered inside of another scale_loss block. Leave the first block before entering the second: gradients of "
         "several losses add up across blocks. Of threads that train at once, each calls initialize() for its own models and "
         "optimizers."
@@ -180,11 +180,11 @@ class Gradients:
         return self.slots[0].param.device if self.slots else _CPU
 
     def refuse(self, verb: str) -> None:
-        """Raise `ConfigurationError` where a script may not do this now. First release guesses of a block that got no gradient."""
+        """Raise `ConfigurationError` while a block holds the gradients. First release guesses of a block that got no gradient."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
             self.put_back(BackwardPass(self.scale))
-        if (verb, self.state) in _REFUSED:
-            raise ConfigurationError(_REFUSED[verb, self.state])
+        if self.state is State.IN_BLOCK:
+            raise ConfigurationError(_REFUSED[verb])
 
     @property
     def stay(self) -> bool:

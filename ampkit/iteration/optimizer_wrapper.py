@@ -105,8 +105,7 @@ class OptimizerWrapper:
     def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The state of each parameter that trains in lower precision, with a cast of it to ``dtype``, or to the parameter's."""
         optimizer = self.optimizer()
-        keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
-        state = {} if getattr(optimizer, keeps, False) else optimizer.state
+        state = {} if getattr(optimizer, "keeps_float32_state", False) else optimizer.state
         return [
             (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
             for slot in self.gradients.slots
@@ -228,8 +227,13 @@ class OptimizerWrapper:
             begin_step(optimizer)
         self.settle()
         way, reason = choose(self)
-        if reason is not None and self.gradients.stored:
-            self._tell_of_copies(reason)
+        kind = type(optimizer)
+        if reason is not None and self.gradients.stored and self.owner.plan.one_pass_step and kind in ONE_PASS:
+            if self.advice.is_first(f"{kind.__name__} over copies: {reason}"):
+                logger.info(
+                    "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
+                    *(kind.__name__, reason),
+                )
         hooked = _has_hooks(optimizer)
         if hooked and self.gradients.clipping.pending is not None:
             self.gradients.widen()  # scripts look at gradients there
@@ -261,17 +265,6 @@ class OptimizerWrapper:
             if not isinstance(error, AmpkitError):
                 error.add_note(_AMID_UPDATE)
             raise
-
-    def _tell_of_copies(self, reason: str) -> None:
-        """Log once for each reason that a step runs over float32 copies, which costs time and memory."""
-        kind = type(self.optimizer())
-        is_rare = self.owner.plan.one_pass_step and kind in ONE_PASS
-        if is_rare and self.advice.is_first(f"{kind.__name__} over copies: {reason}"):
-            logger.info(
-                "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                kind.__name__,
-                reason,
-            )
 
     def checks_step(self, way: Way | None = None) -> bool:
         """Whether a step checks gradients that no block has checked, as at loss scale 1.
