@@ -1,8 +1,7 @@
 """Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
 
 `unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
-are handled one by one. A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an
-optimizer into the flag of a step.
+are handled one by one. A `FoundInf` is the flag of one block; `Findings` make the flag of a step of those of its blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class FoundInf:
 
     @functools.cached_property
     def overflowed(self) -> bool:
-        """Whether a gradient was not finite. Waits for the device."""
+        """Whether the flag is set. Waits for the device."""
         return not self.is_clean and is_set(self.flag)
 
     def sum_of_loss(self) -> float:
@@ -275,9 +274,7 @@ def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> tor
 class Findings:
     """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
 
-    A flag belongs to gradients: it is dropped where they are cleared or replaced. A step checks the gradients that it would use,
-    and reads the flags of the blocks that made them too. So it is skipped even if a script has repaired an overflow since, or
-    if the overflow was in gradients of another optimizer of the block.
+    See "A flag goes with its gradients" in NOTES.md.
     """
 
     def __init__(self, gradients: Any, owner: Any) -> None:
@@ -320,7 +317,7 @@ class Findings:
         self._shared = finding
 
     def mark_checked(self, number: torch.Tensor) -> None:
-        """Let the next step judge the present gradients by a number that is finite if they are, instead of a check of its own."""
+        """Let the next step judge the present gradients by a number that is finite if they are."""
         self._checked = number, seen(self._gradients.params)
 
     def judge(self, checks: bool = False) -> FoundInf | None:
@@ -359,7 +356,6 @@ class Findings:
         return self._found
 
     def report(self) -> None:
-        """Log a skip that the host knows of."""
         for scaler in dict.fromkeys([*filter(None, self._scalers), *self._owner.scaling.scalers[:1]]):
             scaler.report(wait=True)
 
@@ -369,7 +365,7 @@ class Findings:
         return self.of_step is not None and self.of_step.overflowed
 
     def look_again(self) -> None:
-        """Forget that gradients were checked: the next step checks all of them."""
+        """Have the next step check all gradients."""
         self._judged = self._checked = None
 
     def forget(self) -> None:
@@ -407,8 +403,7 @@ class Findings:
     def _is_settled(self) -> bool:
         """Whether the flag of the blocks still holds: no gradient was written to since they were judged.
 
-        torch counts no write through an alias, and none of a collective: a script may average gradients by hand, over
-        ``process_group`` or in a job of several processes without DDP. Processes that step together have agreed in the block.
+        Processes that step together have agreed in the block. Other collectives of a script are writes that torch does not count.
         """
         gradients, owner = self._gradients, self._owner
         if owner.process_group is not None:

@@ -1,7 +1,6 @@
 """The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps.
 
-The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` runs a kernel that
-updates them from the flag of a block. Nothing waits: a `HostCopy` arrives later; its changes are logged (skips from 3 to 5).
+`LossScaler.update` runs a kernel that moves a `ScaleState` on the device of the gradients. A `HostCopy` of it arrives later.
 """
 
 from __future__ import annotations
@@ -261,7 +260,6 @@ class LossScaler:
         self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
-        """Move the state to this device."""
         refuse_to_begin("the loss scale", device)
         known = self.synchronize()
         words = torch.tensor([0, *known[1:]], dtype=torch.int32)
@@ -271,7 +269,6 @@ class LossScaler:
         self._state = state  # last: another thread may read the scale meanwhile
 
     def _write(self, **changes: float) -> None:
-        """Change words of the state."""
         self._known, self._snapshot = self.synchronize()._replace(**changes), None
         if self._state is not None:
             self._scale.fill_(self._known.scale)
@@ -361,7 +358,6 @@ class LossScaler:
                 self._error = None
 
     def overflow_line(self) -> str:
-        """The line that reports a skipped step."""
         if self.is_one:
             return "Gradients are not finite: this step is skipped. Look for inf or NaN in the batch, the loss or the weights."
         if not self.dynamic:

@@ -8,7 +8,7 @@ keep their dtype: a change would lose DDP's hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -170,7 +170,9 @@ def step_evaluating_again(
     """Take a step that may evaluate its closure again, with its present values in the model. An overflow undoes the step."""
     wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
-    before = _copies(wrapper.gradients.slots)
+    values = [slot.param.detach() for slot in wrapper.gradients.slots]
+    values += [slot.master.rest for slot in wrapper.gradients.stored]
+    before = [value.clone() for value in values]
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
@@ -195,8 +197,8 @@ def step_evaluating_again(
             result = step(evaluate)
     except (_SkippedInClosure, ClosureError) as error:
         with torch.no_grad():
-            for target, value in before:
-                target.copy_(value)
+            for value, copy in zip(values, before):
+                value.copy_(copy)
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
         if isinstance(error, ClosureError):
@@ -206,9 +208,3 @@ def step_evaluating_again(
         return loss
     wrapper.end_step()
     return result
-
-
-def _copies(slots: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter and each rest, with a copy of its values."""
-    values = [slot.param.detach() for slot in slots] + [slot.master.rest for slot in slots if slot.master is not None]
-    return [(value, value.clone()) for value in values]
