@@ -288,7 +288,6 @@ class Findings:
         self._beside: dict[Findings, FoundInf | None] = {}
         self.of_step: FoundInf | None = None  # the flag that decided the last step
         self.scaler: Any = None  # of the last block
-        self._scalers: list[Any] = []  # of the blocks whose flags decided the last step
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def clear_flag(self, scaler: Any = None) -> FoundInf:
@@ -327,9 +326,8 @@ class Findings:
         """
         self._drop_of_others()
         new, self.new = self.new, []
-        self._scalers, apart = [self.scaler], []
+        apart = []
         for finding in new:
-            self._scalers.append(finding.scaler)
             if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
                 finding.scaler.update(finding)
             if not finding.moves_scale:
@@ -356,7 +354,7 @@ class Findings:
         return self._found
 
     def report(self) -> None:
-        for scaler in dict.fromkeys([*filter(None, self._scalers), *self._owner.scaling.scalers[:1]]):
+        for scaler in dict.fromkeys(filter(None, [self.scaler, *self._owner.scaling.scalers])):
             scaler.report(wait=True)
 
     @property

@@ -76,8 +76,7 @@ _REFUSED = {
 class Clipping:
     """The clipping that ``clip_grad_norm_`` leaves to the step, which applies it while it reads gradients of weights with rests.
 
-    ``pending`` is the product of all clippings since the gradients came, None without any: every step over the same gradients
-    multiplies what it reads by it. The gradients of the next block are added to clipped ones, see `Gradients.widen`.
+    ``pending`` is the product of all clippings since the gradients came, None without any.
     """
 
     def __init__(self) -> None:
@@ -87,20 +86,20 @@ class Clipping:
         """Forget the clipping of gradients that are replaced or gone."""
         self.pending: torch.Tensor | None = None
         self._clipped: list[tuple[Slot, Any]] = []  # and their gradients as they were then
-        self._is_used = False
+        self.is_used = False  # by a step
 
     def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
         """Multiply the clipping of these slots' gradients by a further coefficient."""
         self.pending = coefficient if self.pending is None else self.pending * coefficient
         self._clipped = [(slot, seen([slot.param])) for slot in slots]
-        self._is_used = False
+        self.is_used = False
 
     def check_writes(self, refuses: bool = True) -> None:
         """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
         for slot, before in self._clipped:
             if are_still(before, [slot.param]):
                 continue
-            if self._is_used:
+            if self.is_used:
                 return self.forget()
             if refuses and slot.gradient is not None:
                 raise ConfigurationError(
@@ -112,10 +111,6 @@ class Clipping:
     def hold_none(self) -> None:
         """Stop noticing writes to clipped gradients."""
         self._clipped = []
-
-    def end_step(self) -> None:
-        """Note that a step has used the clipping."""
-        self._is_used = True
 
 
 def _clip_narrow_gradients(

@@ -334,8 +334,7 @@ class OptimizerWrapper:
     def end_step(self, skipped: bool = False) -> None:
         """End a step that was taken, or ``skipped`` for gradients that are not finite."""
         optimizer = self.optimizer()
-        if self.gradients.clipping.pending is not None:
-            self.gradients.clipping.end_step()
+        self.gradients.clipping.is_used = True
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
         if self.owner.statistics.changed:
