@@ -290,11 +290,13 @@ def collect(
         outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
+    sharing = []
     for wrapper in unnamed:
-        _collect_unnamed(wrapper, backward, finding, named)
+        if _collect_unnamed(wrapper, backward, finding, named):
+            sharing.append(wrapper)
     if finding is not None:
         finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
-    for wrapper in named:  # not before: the flag covers all of them
+    for wrapper in (*named, *sharing):  # not before: the flag covers all of them
         wrapper.findings.add(finding)
     if finding is None:
         return
@@ -313,19 +315,19 @@ def collect(
 
 def _collect_unnamed(
     wrapper: OptimizerWrapper, backward: BackwardPass, finding: FoundInf | None, named: Sequence[OptimizerWrapper]
-) -> None:
+) -> bool:
+    """Collect gradients of an optimizer that the block does not name. Returns whether others update some of its parameters too."""
     gradients = wrapper.gradients
     # Processes that step together must all ask.
     if not (gradients.has_fresh or gradients.process_groups):
         gradients.put_back(backward)
-        return
+        return False
     unnamed_finding = None if finding is None else named[0].findings.clear_flag()
     gradients.collect(backward, unnamed_finding)
     if unnamed_finding is not None:
         unnamed_finding.agree(gradients.process_groups)
     wrapper.findings.add(unnamed_finding)
-    if finding is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
-        wrapper.findings.share(finding)
+    return any([slot.owners > 1 for slot in gradients.slots])
 
 
 class LossScaling:

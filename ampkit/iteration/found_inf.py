@@ -281,7 +281,6 @@ class Findings:
         self._gradients, self._owner = gradients, owner
         self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
         self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        self._shared: FoundInf | None = None  # that of another optimizer's block, which made some of these gradients
         self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
         #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
@@ -297,7 +296,7 @@ class Findings:
 
     def add(self, finding: FoundInf | None) -> None:
         """Note the flag of a block that has made gradients; None where it does not check them."""
-        self._checked = self._shared = None
+        self._checked = None
         if finding is not None:
             before = self._found if self.new else None  # no step has used the flags of new blocks
             if finding not in self.new:  # else the flag of a delayed check, which this block ends
@@ -310,10 +309,6 @@ class Findings:
         """Note a block that names the optimizer. Where only steps check gradients, all ``named`` optimizers skip together."""
         self.scaler = scaler
         self._beside = {} if len(named) < 2 else {x.findings: None for x in named if x.findings is not self}
-
-    def share(self, finding: FoundInf) -> None:
-        """Note the flag of another optimizer's block, whose gradients this optimizer updates too. It holds until the next `add`."""
-        self._shared = finding
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Let the next step judge the present gradients by a number that is finite if they are."""
@@ -345,8 +340,6 @@ class Findings:
             elif not again.is_clean:
                 apart += [FoundInf(again.flag - before.flag)] if new else []
                 self._found = FoundInf.any_of([before, again])
-        if self._shared is not None:
-            self._found = self._shared if self._found is None else FoundInf.any_of([self._found, self._shared])
         if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
             self._owner.scaling.scalers[0].count_apart(all_apart.flag)
         self._checked = None
@@ -368,7 +361,7 @@ class Findings:
 
     def forget(self) -> None:
         """Forget the flags of gradients that are gone."""
-        self._found = self._judged = self._checked = self._shared = self._gradients.judged = None
+        self._found = self._judged = self._checked = self._gradients.judged = None
         self.new = []
         self.came_through_no_block = False
 
