@@ -143,16 +143,15 @@ class LossScaler:
         on_floor: str = "raise",
         as_apex: bool = False,
     ) -> None:
-        rule = DynamicLossScale() if loss_scale is None else loss_scale
-        self.dynamic = isinstance(rule, DynamicLossScale)
-        self.rule = rule if isinstance(rule, DynamicLossScale) else DynamicLossScale()
+        self.rule = loss_scale if isinstance(loss_scale, DynamicLossScale) else DynamicLossScale()
+        self.dynamic = not isinstance(loss_scale, (int, float))
         self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
         self.loss_id, self.on_floor = loss_id, on_floor
         #: The flag of blocks with ``delay_overflow_check=True``: part of the iteration that the next block ends.
         self.delayed_check: FoundInf | None = None
-        first = float(rule.init_scale if self.dynamic else rule)
-        if self.dynamic:
-            first = max(self.min_loss_scale, min(self.max_loss_scale, first))
+        first = max(self.min_loss_scale, min(self.max_loss_scale, float(self.rule.init_scale)))
+        if isinstance(loss_scale, (int, float)):
+            first = float(loss_scale)
         #: The last state that the host has read, and the last that it has reported; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf

@@ -22,7 +22,7 @@ from ..logs import logger
 from ..sharding import local
 from .in_backward import BackwardHooks
 from .scales import Scale, moved_to, norm_of, refuse_to_begin
-from .state import KEEPERS, NO_STATE, KeepsState
+from .state import KEEPERS, KeepsState
 
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
 _OF_ALL_GROUPS = (
@@ -353,7 +353,7 @@ class FusedOptimizer(KeepsState):
         if rests is None:
             return self.own_rest(param)
         rest = rests.get(id(param))
-        return self.state.get(param, NO_STATE).get("rest") if rest is None else rest
+        return self.state.get(param, {}).get("rest") if rest is None else rest
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.

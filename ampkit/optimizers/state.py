@@ -12,8 +12,6 @@ gives back into parameter and rest again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from .moments import Storage
 from .scales import refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
-NO_STATE: Mapping[str, Any] = MappingProxyType({})
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 #: The optimizers that have kept a rest.
@@ -48,7 +45,7 @@ class KeepsState(torch.optim.Optimizer):
         """Begin to keep the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
         refuse_to_begin("the optimizer's state", param.device)
         rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        for other in [optimizer.state.get(param, NO_STATE).get("rest") for optimizer in list(KEEPERS)]:
+        for other in [optimizer.state.get(param, {}).get("rest") for optimizer in list(KEEPERS)]:
             if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
                 rest = other
         if values is not None:
@@ -59,7 +56,7 @@ class KeepsState(torch.optim.Optimizer):
 
     def own_rest(self, param: torch.Tensor) -> torch.Tensor | None:
         """The rest of a parameter in lower precision, created where it is missing; None where no rests are kept."""
-        rest: torch.Tensor | None = self.state.get(param, NO_STATE).get("rest")
+        rest: torch.Tensor | None = self.state.get(param, {}).get("rest")
         if rest is None:
             return self.keep_rest(param) if self.rests else None
         if rest.dtype is not torch.int16:
@@ -71,7 +68,7 @@ class KeepsState(torch.optim.Optimizer):
 
     def leave_out_rests(self, params: list[torch.Tensor]) -> None:
         """Drop the rests of these parameters, which have no use for them, and warn of their number."""
-        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, NO_STATE)]
+        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, {})]
         if lost:
             logger.warning(
                 "%s: the rests of %d parameters are left out: these are not in lower precision here, or no rests are kept. "
@@ -139,7 +136,7 @@ class KeepsState(torch.optim.Optimizer):
         params = self._by_key(state_dict)
         for key, param in params.items():
             if param.dtype in LOWER_PRECISION:
-                for name, value in state_dict["state"].get(key, NO_STATE).items():
+                for name, value in state_dict["state"].get(key, {}).items():
                     if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
             if param in self.state:
@@ -154,7 +151,7 @@ class KeepsState(torch.optim.Optimizer):
         """Load rests as they were saved, since torch makes them floating-point. Warns of missing and of useless ones."""
         missing = 0
         for key, param in params.items():
-            state = saved.get(key, NO_STATE)
+            state = saved.get(key, {})
             if self.rests and param.dtype in LOWER_PRECISION:
                 missing += bool(state) and "rest" not in state
                 if "rest" in state:
@@ -174,7 +171,7 @@ class KeepsState(torch.optim.Optimizer):
         shared: dict[Any, list[torch.Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                step = self.state.get(param, NO_STATE).get("step")
+                step = self.state.get(param, {}).get("step")
                 if step is not None:
                     shared.setdefault((index, param.device, float(step)), []).append(param)
         for (_, device, number), params in shared.items():
