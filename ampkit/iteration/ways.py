@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -235,84 +236,77 @@ class OnePassStep:
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
-        self.step: OnePassStep | None = None
+    step: OnePassStep | None = None
 
 
 _running = _Running()
 
 
-def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
-    def adam(
-        params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
-    ) -> None:
-        one_pass = _running.step
-        if one_pass is None:
-            return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
-        for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
-            for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
-                if moment.dtype in LOWER_PRECISION:
-                    moments[i] = one_pass.state[params[i]][name] = moment.float()
-        for indices, keywords in one_pass.batches(params, one_pass.count(params, steps)):
-            count, device = steps[indices[0]], params[indices[0]].device
-            columns = [grads, params, exp_avgs, exp_avg_sqs]
-            if len(indices) < len(params):
-                columns = [list(map(column.__getitem__, indices)) for column in columns]
-            kernels.multi_tensor_adam(
-                *columns,
-                lr=settings["lr"],
-                betas=(float(settings["beta1"]), float(settings["beta2"])),
-                eps=settings["eps"],
-                # torch keeps counts on the host, but for ``capturable`` and ``fused``.
-                step=count if count.device == device else count.item(),
-                decoupled=settings.get("decoupled_weight_decay", False),
-                weight_decay=settings["weight_decay"],
-                inv_scale=-1.0 if settings["maximize"] else None,
-                **keywords,
-            )
-        return None
-
-    return adam
+def _adam(
+    original: Callable, params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
+) -> None:
+    one_pass = _running.step
+    if one_pass is None:
+        return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
+    for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
+        for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
+            if moment.dtype in LOWER_PRECISION:
+                moments[i] = one_pass.state[params[i]][name] = moment.float()
+    for indices, keywords in one_pass.batches(params, one_pass.count(params, steps)):
+        count, device = steps[indices[0]], params[indices[0]].device
+        columns = [grads, params, exp_avgs, exp_avg_sqs]
+        if len(indices) < len(params):
+            columns = [list(map(column.__getitem__, indices)) for column in columns]
+        kernels.multi_tensor_adam(
+            *columns,
+            lr=settings["lr"],
+            betas=(float(settings["beta1"]), float(settings["beta2"])),
+            eps=settings["eps"],
+            # torch keeps counts on the host, but for ``capturable`` and ``fused``.
+            step=count if count.device == device else count.item(),
+            decoupled=settings.get("decoupled_weight_decay", False),
+            weight_decay=settings["weight_decay"],
+            inv_scale=-1.0 if settings["maximize"] else None,
+            **keywords,
+        )
+    return None
 
 
-def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
-    def sgd(params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
-        one_pass = _running.step
-        if one_pass is None:
-            return original(params, grads, momenta, **settings)
-        momentum, dampening = settings["momentum"], settings["dampening"]
-        is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
-        for indices, keywords in one_pass.batches(params, is_first):
-            first = is_first[indices[0]]
-            if first and dampening and one_pass.found_inf is not None and is_set(one_pass.found_inf):
-                continue  # the first momentum is the first gradient that is taken
-            for i in indices if momentum else ():
-                if first:
-                    momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
-                elif momenta[i].dtype in LOWER_PRECISION:
-                    momenta[i] = momenta[i].float()
-            kernels.multi_tensor_sgd(
-                [grads[i] for i in indices],
-                [params[i] for i in indices],
-                [momenta[i] for i in indices] if momentum else None,
-                lr=settings["lr"],
-                momentum=momentum,
-                dampening=dampening,
-                weight_decay=settings["weight_decay"],
-                nesterov=settings["nesterov"],
-                first_run=first,
-                inv_scale=-1.0 if settings["maximize"] else None,
-                **keywords,
-            )
-        return None
-
-    return sgd
+def _sgd(original: Callable, params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
+    one_pass = _running.step
+    if one_pass is None:
+        return original(params, grads, momenta, **settings)
+    momentum, dampening = settings["momentum"], settings["dampening"]
+    is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
+    for indices, keywords in one_pass.batches(params, is_first):
+        first = is_first[indices[0]]
+        if first and dampening and one_pass.found_inf is not None and is_set(one_pass.found_inf):
+            continue  # the first momentum is the first gradient that is taken
+        for i in indices if momentum else ():
+            if first:
+                momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
+            elif momenta[i].dtype in LOWER_PRECISION:
+                momenta[i] = momenta[i].float()
+        kernels.multi_tensor_sgd(
+            [grads[i] for i in indices],
+            [params[i] for i in indices],
+            [momenta[i] for i in indices] if momentum else None,
+            lr=settings["lr"],
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=settings["weight_decay"],
+            nesterov=settings["nesterov"],
+            first_run=first,
+            inv_scale=-1.0 if settings["maximize"] else None,
+            **keywords,
+        )
+    return None
 
 
 def _patch_updates(patches: PatchSet) -> None:
-    for name, wrap in (("adam", _adam_of), ("sgd", _sgd_of)):
-        module = importlib.import_module(f"torch.optim.{name}")
-        patches.set(module, name, wrap(getattr(module, name)))
+    for name, update in (("adam", _adam), ("sgd", _sgd)):
+        module = sys.modules[f"torch.optim.{name}"]
+        patches.set(module, name, functools.partial(update, getattr(module, name)))
 
 
 one_pass_steps = SharedPatches(_patch_updates)
