@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import struct
 from collections import deque
@@ -17,7 +16,7 @@ import torch
 
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
-from ..logs import is_rank_zero, logger
+from ..logs import logger
 from ..optimizers.scales import moved_to, refuse_to_begin
 from .found_inf import FoundInf, arrived, is_capturing, refuse_to_read
 
@@ -122,8 +121,8 @@ class HostCopy:
     def read(self, wait: bool = False) -> ScaleState:
         """Return the words that have arrived, or with ``wait`` the present ones."""
         self._is_sent = False
-        scale, *counts = (self._words if wait else self._pinned).tolist()
-        return ScaleState(*struct.unpack("f", struct.pack("i", scale)), *counts)
+        words = (self._words if wait else self._pinned).tolist()
+        return ScaleState(*struct.unpack("f6i", struct.pack("7i", *words)))
 
 
 class LossScaler:
@@ -260,10 +259,8 @@ class LossScaler:
 
     def _move_to(self, device: torch.device) -> None:
         refuse_to_begin("the loss scale", device)
-        known = self.synchronize()
-        words = torch.tensor([0, *known[1:]], dtype=torch.int32)
-        words.view(torch.float32)[0] = known.scale
-        state = words.to(device)
+        words = struct.unpack("7i", struct.pack("f6i", *self.synchronize()))
+        state = torch.tensor(words, dtype=torch.int32, device=device)
         self._scale, self._copy, self._snapshot = state.view(torch.float32)[0], HostCopy(state), None
         self._state = state  # last: another thread may read the scale meanwhile
 
@@ -313,8 +310,7 @@ class LossScaler:
         reached = self._iterations if wait else self._copy.iteration  # the last iteration whose skips are known
         if skips:
             newest = self._newest_skip(reached)
-            is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
-            cause = newest.cause() if is_said else ""
+            cause = "" if newest is None or self._as_apex else newest.cause()
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
             logger.info(self.overflow_line() + (f" ({details})" if details else ""))
             self._diagnose(skips, newest)
