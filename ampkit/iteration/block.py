@@ -285,7 +285,7 @@ def collect(
     An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
-    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag(scaler)
+    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
     if outside is not None:
         outside.collect(backward, finding)
     for wrapper in named:
@@ -308,7 +308,7 @@ def collect(
         for wrapper in named:  # nor gradients that another optimizer's block would add to
             wrapper.gradients.zero_where(finding.flag, all_of_them=False)
     if delay_overflow_check:
-        scaler.delayed_check = finding
+        scaler.delayed_check, finding.scaler = finding, scaler
         return
     scaler.update(finding, moves_scale=not backward.local)
 
@@ -407,7 +407,7 @@ class LossScaling:
         if gradients.state is not State.WAITING:  # this process may have none, and others some
             if scaler.is_one or gradients.has_fresh or not gradients.process_groups:
                 return None
-        finding = None if scaler.is_one else wrapper.findings.clear_flag(scaler)
+        finding = None if scaler.is_one else wrapper.findings.clear_flag()
         for waiting in (gradients,) if outside is None else (gradients, outside):
             waiting.collect(BackwardPass(waiting.scale), finding)
         if finding is not None:

@@ -31,17 +31,17 @@ class FoundInf:
     """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
 
     ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
-    first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler of its iteration,
-    None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
+    first such tensor of a list, which ``name_of`` turns into a name. ``moves_scale`` tells whether a scale has moved by the flag.
     """
 
     is_clean = False  # whether the host knows that all were finite: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
     iteration: int | None = None  # its number, from 1, among the scaler's iterations; None in a CUDA graph
+    moves_scale = False
+    scaler: Any = None  # the loss scaler whose delayed check it is
 
-    def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
-        self.flag, self.scaler, self._name_of = flag, scaler, name_of
-        self.moves_scale = False
+    def __init__(self, flag: torch.Tensor, name_of: Callable[[Any], str] = repr) -> None:
+        self.flag, self._name_of = flag, name_of
         self.lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
 
     def agree(self, groups: Iterable[Any] = ()) -> None:
@@ -78,7 +78,7 @@ class FoundInf:
         flag = first.flag
         if further:
             flag = torch.stack([flag, *[moved_to(finding.flag, flag.device) for finding in further]]).amax(0)
-        combined = cls(flag, name_of=first._name_of)
+        combined = cls(flag, first._name_of)
         combined.lists = [pair for finding in (first, *further) for pair in finding.lists]
         combined.is_clean = first.is_clean
         return combined
@@ -289,10 +289,9 @@ class Findings:
         self.scaler: Any = None  # of the last block
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
-    def clear_flag(self, scaler: Any = None) -> FoundInf:
+    def clear_flag(self) -> FoundInf:
         """Return a clear flag for a check that begins with these gradients."""
-        flag = constant(0.0, torch.float32, self._gradients.device).clone()
-        return FoundInf(flag, scaler, self._owner.name_of)
+        return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
 
     def add(self, finding: FoundInf | None) -> None:
         """Note the flag of a block that has made gradients; None where it does not check them."""
@@ -411,7 +410,7 @@ class Findings:
         gradients = self._gradients
         if self._checked is not None and are_still(self._checked[1], gradients.params):
             flag = self._checked[0].isfinite().logical_not().float().reshape(())
-            finding = FoundInf(flag, name_of=self._owner.name_of)
+            finding = FoundInf(flag, self._owner.name_of)
             finding.agree()
             if finding.is_clean or not finding.flag.is_cpu:
                 return finding

@@ -234,7 +234,7 @@ class LossScaler:
         if isinstance(finding, torch.Tensor):
             finding = FoundInf(finding)
             finding.agree()
-        finding.scaler, finding.moves_scale = self, moves_scale
+        finding.moves_scale = moves_scale
         if self.delayed_check is finding:
             self.delayed_check = None
         if self._state is None or self._state.device != finding.flag.device:

@@ -61,7 +61,7 @@ class OptimizerWrapper:
         self.traits = Traits.of(optimizer)
         self.gradients = Gradients(owner.process_group)
         self.findings = Findings(self.gradients, owner)
-        self.one_pass = OnePassStep(optimizer, self.gradients)
+        self.one_pass = OnePassStep(self.gradients)
         self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
         self.has_lent = False  # whether a script may hold loans of `master_params`
         try:

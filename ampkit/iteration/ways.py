@@ -169,12 +169,12 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], on
 class OnePassStep:
     """The one-pass step of an optimizer of torch's, which may hold weights with rests."""
 
-    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         #: Step counts that move together, by the id of the first: tensors, versions, and numbers, equal where the counts are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
-        self.state: Any = optimizer.state
+        self.state: Any = None  # the optimizer's
 
     @contextmanager
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
