@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .reach import are_still, seen
 _CPU = torch.device("cpu")
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
     """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
 
@@ -33,18 +35,10 @@ class Slot:
     gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
     """
 
-    __slots__ = ("__weakref__", "master", "owners", "param", "stash")
-
-    def __init__(self, param: torch.Tensor, master: Float32Value | None = None) -> None:
-        self.param = param
-        self.master = master
-        self.owners = 0
-        self.stash: torch.Tensor | None = None
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """``param.grad`` as it is stored; a script that reads ``param.grad`` of a float32 weight gets it in float32."""
-        return stored_gradient(self.param)
+    param: torch.Tensor
+    master: Float32Value | None = None
+    owners: int = 0
+    stash: torch.Tensor | None = None
 
 
 class State(enum.Enum):
@@ -101,7 +95,7 @@ class Clipping:
                 continue
             if self.is_used:
                 return self.forget()
-            if refuses and slot.gradient is not None:
+            if refuses and stored_gradient(slot.param) is not None:
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
                     "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
@@ -348,8 +342,8 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
-        plain = [slot.gradient for slot in self.slots if slot.master is None and slot.gradient is not None]
-        plain = list(map(values_of, plain))
+        plain = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
+        plain = [values_of(gradient) for gradient in plain if gradient is not None]
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
             self.clipping.add(coefficient, self.stored)
@@ -372,7 +366,7 @@ class Gradients:
         clip = self.clipping.pending
         plain, clipped = [], []
         for slot in self.slots:
-            if (gradient := slot.gradient) is not None:
+            if (gradient := stored_gradient(slot.param)) is not None:
                 (plain if clip is None or slot.master is None else clipped).append(values_of(gradient))
         norms = [norm for norm in (norm_of(plain), norm_of(clipped)) if norm is not None]
         if clipped:
@@ -396,7 +390,7 @@ class Gradients:
                     slot.param.grad = None
                 elif set_to_none:
                     clear_gradient(slot.param)
-                elif (gradient := slot.gradient) is not None:
+                elif (gradient := stored_gradient(slot.param)) is not None:
                     if gradient.grad_fn is not None:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
@@ -413,6 +407,7 @@ class Gradients:
     def zero_where(self, flag: torch.Tensor, all_of_them: bool = True) -> None:
         """Write zeros where ``flag`` is not 0, on its device: to all gradients, or to those that several optimizers share."""
         for slot in self.slots:
-            if slot.gradient is not None and (all_of_them or slot.owners > 1):
-                gradient = values_of(slot.gradient).detach()
+            gradient = stored_gradient(slot.param) if all_of_them or slot.owners > 1 else None
+            if gradient is not None:
+                gradient = values_of(gradient).detach()
                 gradient.masked_fill_(moved_to(flag, gradient.device) != 0, 0.0)
