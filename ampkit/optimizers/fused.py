@@ -11,7 +11,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,11 +58,11 @@ class Batch:
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    lower: list[torch.Tensor] | None = None
-    inv_scale: Scale | None = None
-    clip: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: list[dict[str, Any]]
+    lower: list[torch.Tensor] | None
+    inv_scale: Scale | None
+    clip: torch.Tensor | None
+    found_inf: torch.Tensor | None
 
     @property
     def device(self) -> torch.device:
@@ -249,8 +249,7 @@ class FusedOptimizer(KeepsState):
         inputs, self.inputs = self.inputs, StepInputs()
         try:
             self.judge([alone])
-            with torch.no_grad():
-                self.update_group(alone)
+            self.update_group(alone)
         finally:
             self.inputs = inputs
 
@@ -271,7 +270,7 @@ class FusedOptimizer(KeepsState):
             if inputs.found_inf is not None:
                 bad = torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
             inputs.found_inf = bad
-            self._hooks.heed(inputs.found_inf)
+            self._hooks.heed(bad)
         if self.max_norm is not None:
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
             inputs.inv_scale = clip if inv_scale is None else clip * moved_to(inv_scale, clip.device)
@@ -293,17 +292,14 @@ class FusedOptimizer(KeepsState):
             if self._skips.is_cpu and not torch.compiler.is_compiling():
                 _ = self.skipped_steps
 
-    @torch.no_grad()
     def update_groups(self) -> None:
         for group in self.param_groups:
             self.update_group(group)
 
+    @torch.no_grad()
     def update_group(self, group: dict[str, Any]) -> None:
         self._place_settings(group)
-        batches = self.batches(group)
-        if batches:
-            for batch in batches:
-                batch.states = [self.state[param] for param in batch.params]
+        if batches := self.batches(group):
             for step, batch in self.counted(group, batches):
                 self.update(group, batch, step)
 
@@ -323,7 +319,7 @@ class FusedOptimizer(KeepsState):
         inv_scale = inputs.inv_scale
         if group.get("maximize"):
             inv_scale = -1.0 if inv_scale is None else -inv_scale
-        batches: dict[Any, Batch] = {}
+        alike: dict[Any, list[Any]] = {}
         if self in KEEPERS:
             self.leave_out_rests([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
         for param in group["params"]:
@@ -336,16 +332,14 @@ class FusedOptimizer(KeepsState):
                     f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
                     "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
                 )
-            key = (rest is None, param.device)
-            if (batch := batches.get(key)) is None:
-                batch = batches[key] = Batch([], [], inv_scale=inv_scale, found_inf=inputs.found_inf)
-                if rest is not None:
-                    batch.lower, batch.clip = [], inputs.clip
-            batch.params.append(param)
-            batch.grads.append(gradient)
-            if batch.lower is not None and rest is not None:
-                batch.lower.append(rest)
-        return list(batches.values())
+            alike.setdefault((rest is None, param.device), []).append((param, gradient, rest))
+        batches = []
+        for (is_plain, _), rows in alike.items():
+            params, grads, rests = map(list, zip(*rows))
+            lower, clip = (None, None) if is_plain else (rests, inputs.clip)
+            states = [self.state[param] for param in params]
+            batches.append(Batch(params, grads, states, lower, inv_scale, clip, inputs.found_inf))
+        return batches
 
     def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """The rest of a parameter in lower precision, from the session or from the optimizer; None where none is kept."""
