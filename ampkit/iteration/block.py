@@ -194,23 +194,22 @@ class Block:
             gathered = session.gathered_params()
             outside = [leaf for leaf in outside if id(leaf) not in gathered]
         if outside and self.scaling.plan.policy.base == "apex":
-            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
-            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
+            first = min(outside, key=lambda leaf: not isinstance(leaf, torch.nn.Parameter))
+            name = f"Parameter {self.named[0].owner.name_of(first)}"
             is_parameter = isinstance(first, torch.nn.Parameter)
-            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
-            self.scaling.advice.tell("unowned", label)
+            self.scaling.advice.tell("unowned", name if is_parameter else f"A tensor of shape {tuple(first.shape)}")
         elif outside:
             self._hold_outside(outside)
 
     def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
         candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
-        certain = reached._replace(has_python=False)
-        to_hold = [wrapper for wrapper in candidates if certain.may_write_to(wrapper.gradients.ids)]
+        to_hold = [wrapper for wrapper in candidates if reached.has(wrapper.gradients.ids)]
         losses = {block.scaled.grad_fn for block in scaled}
         if any(node_of(root) not in losses for root in roots):
             beside = leaves_of(map(node_of, roots), past=losses)
-            if any(wrapper not in to_hold and beside.may_write_to(wrapper.gradients.ids) for wrapper in candidates):
+            further = [wrapper for wrapper in candidates if wrapper not in to_hold]
+            if any(beside.has_python or beside.has(wrapper.gradients.ids) for wrapper in further):
                 raise ConfigurationError(
                     "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
                     "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the "

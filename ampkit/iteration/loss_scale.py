@@ -406,7 +406,14 @@ def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
     """Load what `save_scalers` wrote, or with None only check it. If session counts differ, the newest match."""
-    _refuse_foreign_keys(state)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if unexpected:
+        raise CheckpointError(
+            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
+            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
+        )
     for scaler_state in state.values():
         validate_scaler_state(scaler_state)
     if groups is None:
@@ -434,17 +441,6 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
             )
         for scaler, scaler_state in zip(group, entries):
             scaler.load_state_dict(scaler_state)
-
-
-def _refuse_foreign_keys(state: object) -> None:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
-    unexpected = [key for key in state if "loss_scaler" not in str(key)]
-    if unexpected:
-        raise CheckpointError(
-            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
-            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
-        )
 
 
 def validate_scaler_state(state: object) -> None:

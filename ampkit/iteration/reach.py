@@ -35,9 +35,9 @@ class Reached(NamedTuple):
     has_python: bool
     nodes: Collection[Any] = ()
 
-    def may_write_to(self, ids: set[int]) -> bool:
-        """Whether a backward pass may write to the gradient of a tensor with one of these ids."""
-        return self.has_python or any([id(leaf) in ids for leaf in self.leaves])
+    def has(self, ids: set[int]) -> bool:
+        """Whether a tensor with one of these ids is among the leaves."""
+        return any([id(leaf) in ids for leaf in self.leaves])
 
 
 def node_of(root: torch.Tensor | GradientEdge) -> Any:

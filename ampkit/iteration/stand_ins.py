@@ -150,8 +150,6 @@ def inner_optimizers(optimizer: Any) -> Sequence[Any]:
 
 # A step that evaluates its closure several times, as LBFGS does, or may
 
-Wrapper = Any  # of optimizer_wrapper.py, which imports this module
-
 
 class _SkippedInClosure(Exception):
     """The exception that unwinds an optimizer whose closure met an overflow."""
@@ -165,7 +163,7 @@ _SECOND_EVALUATION = (
 
 
 def step_evaluating_again(
-    wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
+    wrapper: Any, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
     """Take a step that may evaluate its closure again, with its present values in the model. An overflow undoes the step."""
     wrapper.findings.of_step = None

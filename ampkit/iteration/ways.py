@@ -28,8 +28,6 @@ from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
 
-Wrapper = Any  # of optimizer_wrapper.py, which imports this module
-
 #: torch's classes whose update `OnePassStep` knows.
 ONE_PASS = (SGD, Adam, AdamW)
 #: Group settings with which torch's step and ampkit's differ.
@@ -82,11 +80,11 @@ class Way(NamedTuple):
 
     skips_on_device: bool
     is_one_kernel: bool
-    in_step: Callable[[Wrapper, Tensor | None], AbstractContextManager[None]]
+    in_step: Callable[[Any, Tensor | None], AbstractContextManager[None]]
 
 
 @contextmanager
-def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
+def _with_inputs(wrapper: Any, found_inf: Tensor | None) -> Iterator[None]:
     """Pass `StepInputs` to a fused optimizer. If it takes no rests, it updates float32 copies of stored weights."""
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
@@ -104,12 +102,12 @@ def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
         read_narrow(before)
 
 
-def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextManager[None]:
+def _in_one_pass(wrapper: Any, found_inf: Tensor | None) -> AbstractContextManager[None]:
     """Replace the function that torch's SGD, Adam and AdamW hand their lists to."""
     return wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
 
 
-def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[None]:
+def _of_its_own(wrapper: Any, _: Tensor | None) -> AbstractContextManager[None]:
     """Let any other optimizer update float32 weights, or float32 copies of stored ones."""
     return wrapper.stand_ins.in_step()
 
@@ -120,7 +118,7 @@ IN_ONE_PASS = Way(True, True, _in_one_pass)
 ITS_OWN = Way(False, False, _of_its_own)
 
 
-def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
+def choose(wrapper: Any) -> tuple[Way, str | None]:
     """Return the way of the step that begins, and the reason that `why_not_in_one_pass` returns, if any."""
     traits, gradients, plan = wrapper.traits, wrapper.gradients, wrapper.owner.plan
     if traits.takes_inputs and traits.takes_rests:
