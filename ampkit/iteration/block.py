@@ -25,7 +25,7 @@ from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
+from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retaining
 
 _NO_DDP = weakref.ref(set())  # a dead reference
 
@@ -173,7 +173,7 @@ class Block:
         if len(every) > len(self._held):
             self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
-        results = retained([self.scaled]) if retained_refs and inputs is None else []
+        results = retained(self.scaled) if retaining and inputs is None else []
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:

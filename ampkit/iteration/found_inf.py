@@ -109,12 +109,10 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured that may read or write this tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_to_read(tensor: torch.Tensor) -> None:
-    """Raise where the host would have to wait for a graph that is being captured."""
     if is_capturing(tensor):
         raise ConfigurationError(
             "While a CUDA graph is captured the host cannot learn whether gradients are finite, and something asks: the step of an "
@@ -290,7 +288,6 @@ class Findings:
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def clear_flag(self) -> FoundInf:
-        """Return a clear flag for a check that begins with these gradients."""
         return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
 
     def add(self, finding: FoundInf | None) -> None:
@@ -359,7 +356,6 @@ class Findings:
         self._judged = self._checked = None
 
     def forget(self) -> None:
-        """Forget the flags of gradients that are gone."""
         self._found = self._judged = self._checked = self._gradients.judged = None
         self.new = []
         self.came_through_no_block = False

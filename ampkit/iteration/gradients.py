@@ -24,8 +24,6 @@ from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
 from .reach import are_still, seen
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
@@ -166,7 +164,7 @@ class Gradients:
     @property
     def device(self) -> torch.device:
         """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
-        return self.slots[0].param.device if self.slots else _CPU
+        return self.slots[0].param.device if self.slots else torch.device("cpu")
 
     def refuse(self, verb: str) -> None:
         """Raise `ConfigurationError` while a block holds the gradients. First release guesses of a block that got no gradient."""
@@ -328,7 +326,6 @@ class Gradients:
             self.note_judged()
 
     def note_judged(self) -> None:
-        """Note that a block has judged the present gradients."""
         self.judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:

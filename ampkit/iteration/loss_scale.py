@@ -69,7 +69,6 @@ class DynamicLossScale:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 

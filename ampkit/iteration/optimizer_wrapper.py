@@ -404,7 +404,6 @@ class OptimizerWrapper:
 
 
 def drop_casts() -> None:
-    """Forget the casts of weights."""
     casting = active_casting()
     if casting is not None:
         casting.caches.drop()

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
 from ..events import listeners, telling
-from ..patching import Reference, SharedPatches
+from ..patching import Reference, SharedPatches, by_tensor
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -92,20 +92,19 @@ open_blocks: list[Any] = []
 
 
 #: Results of functions on which a script has called ``x.retain_grad()``.
-retained_refs: list[Reference] = []
+retaining = by_tensor()
 
 
-def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results in the graphs of ``tensors`` on which a script has called ``retain_grad()``."""
-    nodes = leaves_of(map(node_of, tensors)).nodes
-    return [result for ref in tuple(retained_refs) if (result := ref()) is not None and result.grad_fn in nodes]
+def retained(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Results in the graph of ``tensor`` on which a script has called ``retain_grad()``."""
+    nodes = leaves_of([tensor.grad_fn]).nodes
+    return [result for result in list(retaining) if result.grad_fn in nodes]
 
 
 def _retain_grad(original: Callable, tensor: torch.Tensor) -> None:
-    """Call ``Tensor.retain_grad``, and note a tensor that is no leaf in `retained_refs`."""
     original(tensor)
-    if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
-        retained_refs.append(Reference(tensor, retained_refs.remove))
+    if not tensor.is_leaf and not _compiling():
+        retaining[tensor] = None
 
 
 retained_results = SharedPatches(lambda patches: patches.put_around(torch.Tensor, "retain_grad", _retain_grad))

@@ -64,7 +64,6 @@ class _Statistics:
         self._last_of: dict[tuple[int, str], torch.Tensor] = {}  # views of these, by place
 
     def look_in(self, model: nn.Module) -> None:
-        """Find the layers that the model has now."""
         self.additions = registry.additions
         self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
@@ -72,7 +71,6 @@ class _Statistics:
 
     @property
     def are_training(self) -> bool:
-        """Whether a forward changes some of the statistics."""
         return any([attributes["training"] for attributes, _ in self.places])
 
     @torch.no_grad()

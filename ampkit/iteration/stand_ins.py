@@ -89,7 +89,6 @@ class StandIns:
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Give the stand-ins the values and gradients of the model."""
         slots = self._gradients.stored
         for slot in slots:
             slot.master.loans.end(slot.master)
@@ -100,7 +99,6 @@ class StandIns:
         self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Give the stand-ins the gradients of the model, in float32."""
         gradients = self._gradients.in_float32()
         for slot in self._gradients.stored:
             self._of[slot].grad = gradients.get(slot)
@@ -110,7 +108,6 @@ class StandIns:
 
     @torch.no_grad()
     def put_into_model(self) -> None:
-        """Split the stand-ins' values into weights and rests."""
         if not self._moves:
             self._refuse_steps_past()
         slots = self._gradients.stored

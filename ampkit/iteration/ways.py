@@ -234,7 +234,8 @@ class OnePassStep:
 
 
 class _Running(threading.local):
-    step: OnePassStep | None = None
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
+        self.step: OnePassStep | None = None
 
 
 _running = _Running()

@@ -74,7 +74,6 @@ class Batch:
         return dict(inv_scale=self.inv_scale, clip=self.clip, found_inf=self.found_inf)
 
     def part(self, indices: list[int]) -> Batch:
-        """Return the batch of the parameters at these indices."""
         if len(indices) == len(self.params):
             return self
         lists: dict[str, Any] = {name: getattr(self, name) for name in ("params", "grads", "lower", "states")}

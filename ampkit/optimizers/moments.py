@@ -19,11 +19,7 @@ from ..dtypes import CASTABLE
 from ..kernels import moments
 from ..sharding import local
 
-STATE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.uint8,  # what bytes are in
-}
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 ROUNDINGS = ("nearest", "stochastic")
 #: The moments that can be narrow, and whether they have a sign.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
@@ -53,7 +49,6 @@ class Storage:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether moments are stored in lower precision."""
         return self.state_dtype is not torch.float32
 
     @property

@@ -163,7 +163,6 @@ class KeepsState(torch.optim.Optimizer):
         self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        """The parameters by the keys that a checkpoint has for them."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return dict(zip(saved, (param for group in self.param_groups for param in group["params"])))
 
