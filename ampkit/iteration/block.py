@@ -291,7 +291,17 @@ def collect(
         wrapper.gradients.collect(backward, finding)
     sharing = []
     for wrapper in unnamed:
-        if _collect_unnamed(wrapper, backward, finding, named):
+        gradients = wrapper.gradients
+        # Processes that step together must all ask.
+        if not (gradients.has_fresh or gradients.process_groups):
+            gradients.put_back(backward)
+            continue
+        unnamed_finding = None if finding is None else named[0].findings.clear_flag()
+        gradients.collect(backward, unnamed_finding)
+        if unnamed_finding is not None:
+            unnamed_finding.agree(gradients.process_groups)
+        wrapper.findings.add(unnamed_finding)
+        if any([slot.owners > 1 for slot in gradients.slots]):
             sharing.append(wrapper)
     if finding is not None:
         finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
@@ -310,23 +320,6 @@ def collect(
         scaler.delayed_check, finding.scaler = finding, scaler
         return
     scaler.update(finding, moves_scale=not backward.local)
-
-
-def _collect_unnamed(
-    wrapper: OptimizerWrapper, backward: BackwardPass, finding: FoundInf | None, named: Sequence[OptimizerWrapper]
-) -> bool:
-    """Collect gradients of an optimizer that the block does not name. Returns whether others update some of its parameters too."""
-    gradients = wrapper.gradients
-    # Processes that step together must all ask.
-    if not (gradients.has_fresh or gradients.process_groups):
-        gradients.put_back(backward)
-        return False
-    unnamed_finding = None if finding is None else named[0].findings.clear_flag()
-    gradients.collect(backward, unnamed_finding)
-    if unnamed_finding is not None:
-        unnamed_finding.agree(gradients.process_groups)
-    wrapper.findings.add(unnamed_finding)
-    return any([slot.owners > 1 for slot in gradients.slots])
 
 
 class LossScaling:

@@ -308,7 +308,8 @@ class LossScaler:
         skips = self._known.skips - told.skips
         reached = self._iterations if wait else self._copy.iteration  # the last iteration whose skips are known
         if skips:
-            newest = self._newest_skip(reached)
+            known = [x for x in self._recent if x.moves_scale and (x.iteration is None or x.iteration <= reached)]
+            newest = next((finding for finding in reversed(known) if arrived(finding.flag)), None)
             cause = "" if newest is None or self._as_apex else newest.cause()
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
             logger.info(self.overflow_line() + (f" ({details})" if details else ""))
@@ -322,13 +323,6 @@ class LossScaler:
             raise error
         self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
-
-    def _newest_skip(self, reached: int) -> FoundInf | None:
-        """The flag of the last skipped iteration that was not reported, up to ``reached``; None without any."""
-        for skip in reversed(self._recent):
-            if skip.moves_scale and (skip.iteration is None or skip.iteration <= reached) and arrived(skip.flag):
-                return skip
-        return None
 
     def _diagnose(self, skips: int, newest: FoundInf | None) -> None:
         """Warn after 25 skips in a row, with their cause. After 50 at the floor prepare the error that ends the training."""

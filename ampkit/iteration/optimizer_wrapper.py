@@ -30,7 +30,7 @@ from ..logs import logger
 from ..models.float32_values import value_of
 from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
-from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
+from ..registry import WRAPPER_KEY, wrapper_refs
 from .advice import Advice
 from .found_inf import Findings
 from .gradients import Gradients, Slot, State
@@ -79,8 +79,8 @@ class OptimizerWrapper:
             for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
                 self._replace(inner, "step", self._step_of_inner)
             if isinstance(optimizer, FusedOptimizer):
-                optimizer.hand_over(True)
-            add_wrapper(self)
+                optimizer.hooks.follow(optimizer, none=True)  # the session checks gradients
+            wrapper_refs.append(weakref.ref(self, wrapper_refs.remove))
         except BaseException:
             self.detach()
             raise
@@ -94,10 +94,10 @@ class OptimizerWrapper:
             self.findings.zero_skipped(closes=True)
             self.one_pass.give_counts_back(self.optimizer())
         self.active = False
-        remove_wrapper(self)
+        wrapper_refs[:] = [ref for ref in wrapper_refs if ref() is not self]
         self._patches.restore()
         if isinstance(optimizer := self.optimizer(), FusedOptimizer):
-            optimizer.hand_over(False)
+            optimizer.hooks.follow(optimizer)
         for state, cast in self.state_cast(torch.float32):
             state.update(cast)
         self.gradients.hold(())

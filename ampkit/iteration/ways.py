@@ -102,20 +102,10 @@ def _with_inputs(wrapper: Any, found_inf: Tensor | None) -> Iterator[None]:
         read_narrow(before)
 
 
-def _in_one_pass(wrapper: Any, found_inf: Tensor | None) -> AbstractContextManager[None]:
-    """Replace the function that torch's SGD, Adam and AdamW hand their lists to."""
-    return wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
-
-
-def _of_its_own(wrapper: Any, _: Tensor | None) -> AbstractContextManager[None]:
-    """Let any other optimizer update float32 weights, or float32 copies of stored ones."""
-    return wrapper.stand_ins.in_step()
-
-
 OURS = Way(True, True, _with_inputs)
 OURS_OVER_COPIES = Way(True, False, _with_inputs)
-IN_ONE_PASS = Way(True, True, _in_one_pass)
-ITS_OWN = Way(False, False, _of_its_own)
+IN_ONE_PASS = Way(True, True, lambda wrapper, found_inf: wrapper.one_pass.in_step(wrapper.optimizer(), found_inf))
+ITS_OWN = Way(False, False, lambda wrapper, _: wrapper.stand_ins.in_step())  # over float32 weights, or float32 copies
 
 
 def choose(wrapper: Any) -> tuple[Way, str | None]:

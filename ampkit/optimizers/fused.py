@@ -157,7 +157,7 @@ class FusedOptimizer(KeepsState):
             del self.param_groups[-1]
             raise
         self._place_settings(self.param_groups[-1])
-        self._hooks.follow(self)
+        self.hooks.follow(self)
 
     def check_group(self, group: dict[str, Any]) -> None:
         kind = type(self).__name__
@@ -173,19 +173,15 @@ class FusedOptimizer(KeepsState):
         refuse_unsupported(kind, **{name: group.get(name, False) for name in _UNSUPPORTED})
 
     @property
-    def _hooks(self) -> BackwardHooks:
+    def hooks(self) -> BackwardHooks:
         hooks: BackwardHooks = self.__dict__.setdefault("_backward_hooks", BackwardHooks())
         return hooks
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._hooks.follow(self)
+        self.hooks.follow(self)
         for group in self.param_groups:
             self._place_settings(group)
-
-    def hand_over(self, to_session: bool) -> None:
-        """Remove the hooks on parameters when a session takes the optimizer, and add them when it gives the optimizer back."""
-        self._hooks.follow(self, none=to_session)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -194,19 +190,19 @@ class FusedOptimizer(KeepsState):
         ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside.
         Raises RuntimeError for sharded parameters, whose sums are FSDP2's.
         """
-        self._hooks.widen_sums(self)
-        before, self._hooks.accumulates = self._hooks.accumulates, True
+        self.hooks.widen_sums(self)
+        before, self.hooks.accumulates = self.hooks.accumulates, True
         try:
             yield
         finally:
-            self._hooks.accumulates = before
+            self.hooks.accumulates = before
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that were skipped for gradients that were not finite. Waits for the device, and warns of skips."""
         skips = 0.0 if self._skips is None else self._skips.item()
-        if skips > self._hooks.told_of:
-            self._hooks.told_of = 2 * skips  # not of each: they may go on
+        if skips > self.hooks.told_of:
+            self.hooks.told_of = 2 * skips  # not of each: they may go on
             logger.warning(
                 "%s has skipped %d step%s: a gradient was inf or NaN, and nothing was changed. ampkit.diagnose() finds the origin.",
                 type(self).__name__,
@@ -218,7 +214,7 @@ class FusedOptimizer(KeepsState):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-        self._hooks.end_sums()
+        self.hooks.end_sums()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, if there is one."""
@@ -237,7 +233,7 @@ class FusedOptimizer(KeepsState):
             self._end_step()
             if self.step_in_backward:  # it took what has no hook: sums, and what was frozen when hooks were set
                 self.zero_grad(set_to_none=True)
-                self._hooks.follow(self)
+                self.hooks.follow(self)
         finally:
             self.inputs = inputs
         return loss
@@ -269,7 +265,7 @@ class FusedOptimizer(KeepsState):
             if inputs.found_inf is not None:
                 bad = torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
             inputs.found_inf = bad
-            self._hooks.heed(bad)
+            self.hooks.heed(bad)
         if self.max_norm is not None:
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
             inputs.inv_scale = clip if inv_scale is None else clip * moved_to(inv_scale, clip.device)
@@ -282,7 +278,7 @@ class FusedOptimizer(KeepsState):
 
     def _end_step(self) -> None:
         """Count a skip. On the CPU, where the host reads it for nothing, warn of it."""
-        found_inf = self._hooks.end_step()
+        found_inf = self.hooks.end_step()
         if found_inf is not None:
             if self._skips is None:
                 refuse_to_begin("the count of skipped steps", found_inf.device)
@@ -325,7 +321,10 @@ class FusedOptimizer(KeepsState):
             gradient = param.grad
             if gradient is None:
                 continue
-            rest = self.rest_of(param) if param.dtype in LOWER_PRECISION else None
+            rest = None
+            if param.dtype in LOWER_PRECISION:
+                kept = self.state.get(param, {}).get("rest")
+                rest = self.own_rest(param) if inputs.rests is None else inputs.rests.get(id(param), kept)
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
@@ -339,14 +338,6 @@ class FusedOptimizer(KeepsState):
             states = [self.state[param] for param in params]
             batches.append(Batch(params, grads, states, lower, inv_scale, clip, inputs.found_inf))
         return batches
-
-    def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The rest of a parameter in lower precision, from the session or from the optimizer; None where none is kept."""
-        rests = (self.inputs or _NOTHING).rests
-        if rests is None:
-            return self.own_rest(param)
-        rest = rests.get(id(param))
-        return self.state.get(param, {}).get("rest") if rest is None else rest
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.
