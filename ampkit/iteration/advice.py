@@ -18,6 +18,7 @@ from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import PatchSet, SharedPatches
 from ..registry import wrappers
+from .gradients import State
 from .reach import reaching_backward
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
@@ -140,7 +141,7 @@ class Advice:
         """Warn of a block without a backward pass through its scaled loss, until one pass has gone through one."""
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
-            if any(wrapper.gradients.has_fresh for wrapper in named if not wrapper.gradients.stay):
+            if any(wrapper.gradients.has_fresh for wrapper in named if wrapper.gradients.before is State.READY):
                 self.tell("another loss")
             elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
                 self.tell("no backward")

@@ -143,7 +143,7 @@ class Gradients:
         self.process_groups = self._of_script = [] if process_group is None else [process_group]
         self.state = State.READY
         self.scale: Scale = 1.0
-        self._before = State.READY  # the state before the open block
+        self.before = State.READY  # the state before the open block; if it is another, gradients stay in p.grad
         self.holder: Any = None  # that block, and whether it holds these gradients by a guess
         self._is_guess = False
         self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
@@ -174,11 +174,6 @@ class Gradients:
             raise ConfigurationError(_REFUSED[verb])
 
     @property
-    def stay(self) -> bool:
-        """Whether earlier gradients stay in ``param.grad`` while the backward pass of the open block adds to them."""
-        return self._before is not State.READY
-
-    @property
     def has_fresh(self) -> bool:
         """Whether there are gradients in ``param.grad``: in a block, of the backward pass that just ran."""
         for slot in self.slots:
@@ -198,7 +193,7 @@ class Gradients:
         if self.clipping.pending is not None:
             self.widen()
         # First, so that an interruption of the rest can be undone.
-        self._before, self.holder, self._is_guess = self.state, holder, is_guess
+        self.before, self.holder, self._is_guess = self.state, holder, is_guess
         if self.state is State.READY:
             self.stash(self.slots, copies)
         else:
@@ -222,13 +217,13 @@ class Gradients:
 
         Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
         """
-        if self._before is State.LOCAL:
+        if self.before is State.LOCAL:
             self.collect(BackwardPass(backward.scale, local=True), None)
-        elif self._before is State.READY:
+        elif self.before is State.READY:
             for slot in backward.take(self.slots):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
-        self.state, self.holder = self._before, None
+        self.state, self.holder = self.before, None
 
     def keep_scaled(self, scale: Scale) -> None:
         """Leave all gradients in ``param.grad`` at ``scale``, after a backward pass with ``delay_unscale=True``."""
@@ -395,7 +390,7 @@ class Gradients:
     def forget(self) -> None:
         """Forget the state and the clipping of gradients that are gone."""
         if self.state is State.IN_BLOCK:
-            self._before = State.READY
+            self.before = State.READY
         else:
             self.state = State.READY
         if self.clipping.pending is not None:

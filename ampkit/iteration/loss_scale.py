@@ -182,10 +182,6 @@ class LossScaler:
     def unskipped(self, value: int) -> None:
         self._write(unskipped=int(value))
 
-    @property
-    def skips_in_a_row(self) -> int:
-        return self.synchronize().skips_in_a_row
-
     def change_rule(
         self,
         rule: DynamicLossScale | None = None,

@@ -63,11 +63,6 @@ def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
     return Reached(leaves, has_python, met)
 
 
-def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    reached = leaves_of([tensor.grad_fn for tensor in tensors])
-    return reached.leaves, reached.has_python
-
-
 def _seen(params: list[torch.Tensor]) -> Any:
     return [None if grad is None else (Reference(grad), grad._version) for grad in (param.grad for param in params)]
 
@@ -79,7 +74,9 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
 
 
 _library = dispatch().library
-leaves_behind: Callable[[list[torch.Tensor]], Any] = _leaves_behind if _library is None else _library.leaves_of
+leaves_behind: Callable[[list[torch.Tensor]], Any] = (
+    (lambda tensors: leaves_of([tensor.grad_fn for tensor in tensors])[:2]) if _library is None else _library.leaves_of
+)
 """Return the leaves that the graphs of tensors lead to, and whether a function in Python is among the nodes."""
 seen = _seen if _library is None else _library.seen
 """Return the present gradients of a list of parameters, for `are_still`, without keeping them alive."""
