@@ -226,7 +226,8 @@ class Block:
         for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
             if gradients.holder is self:
                 gradients.put_back(backward)
-        self.scaling.forget_outside()
+        if self.scaling.outside.state is not State.WAITING:
+            self.scaling.outside.hold(())
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
@@ -260,10 +261,7 @@ class Block:
             done = set() if len(self._held) > 1 else None
             backward = BackwardPass(scale, is_local, done)
             unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
-            outside = scaling.outside if scaling.outside.holder is self else None
-            collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
-            if outside is not None:
-                scaling.forget_outside()
+            collect(backward, self.named, unnamed, scaling.outside, self.scaler, self.delay_overflow_check, self.loss)
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
@@ -274,7 +272,7 @@ def collect(
     backward: BackwardPass,
     named: Sequence[OptimizerWrapper],
     unnamed: Sequence[OptimizerWrapper],
-    outside: Gradients | None,
+    outside: Gradients,
     scaler: LossScaler,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
@@ -285,7 +283,7 @@ def collect(
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
     finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
-    if outside is not None:
+    if outside.slots:
         outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
@@ -307,19 +305,18 @@ def collect(
         finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
     for wrapper in (*named, *sharing):  # not before: the flag covers all of them
         wrapper.findings.add(finding)
-    if finding is None:
-        return
-    if not finding.is_clean:
+    if finding is not None and not finding.is_clean:
         if loss is not None:
             finding.loss = loss.detach()
-        if outside is not None:  # no optimizer clears these
-            outside.zero_where(finding.flag)
+        outside.zero_where(finding.flag)  # no optimizer clears these
         for wrapper in named:  # nor gradients that another optimizer's block would add to
             wrapper.gradients.zero_where(finding.flag, all_of_them=False)
-    if delay_overflow_check:
+    if outside.slots:
+        outside.hold(())
+    if finding is not None and delay_overflow_check:
         scaler.delayed_check, finding.scaler = finding, scaler
-        return
-    scaler.update(finding, moves_scale=not backward.local)
+    elif finding is not None:
+        scaler.update(finding, moves_scale=not backward.local)
 
 
 class LossScaling:
@@ -361,11 +358,6 @@ class LossScaling:
         ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
-    def forget_outside(self) -> None:
-        """Forget the slots of ``outside`` after a block, unless their gradients wait at its scale."""
-        if self.outside.slots and self.outside.state is not State.WAITING:
-            self.outside.hold(())
-
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -385,28 +377,23 @@ class LossScaling:
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
         scaler = wrapper.findings.scaler or self.scalers[0]
-        backward = BackwardPass(wrapper.gradients.scale)
-        collect(backward, [wrapper], [], self._outside_waiting(), scaler)
-        self.forget_outside()
-
-    def _outside_waiting(self) -> Gradients | None:
-        return self.outside if self.outside.state is State.WAITING else None
+        collect(BackwardPass(wrapper.gradients.scale), [wrapper], [], self.outside, scaler)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.settle(finishes=False)
-        gradients, outside = wrapper.gradients, self._outside_waiting()
+        gradients = wrapper.gradients
         if gradients.state is not State.WAITING:  # this process may have none, and others some
             if scaler.is_one or gradients.has_fresh or not gradients.process_groups:
                 return None
         finding = None if scaler.is_one else wrapper.findings.clear_flag()
-        for waiting in (gradients,) if outside is None else (gradients, outside):
+        for waiting in (gradients, self.outside):
             waiting.collect(BackwardPass(waiting.scale), finding)
         if finding is not None:
             finding.agree(gradients.process_groups)
-            if outside is not None and not finding.is_clean:
-                outside.zero_where(finding.flag)
-        self.forget_outside()
+            if not finding.is_clean:
+                self.outside.zero_where(finding.flag)
+        self.outside.hold(())
         return finding
 
     def end_iteration(self, findings: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
