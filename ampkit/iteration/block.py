@@ -396,12 +396,6 @@ class LossScaling:
         self.outside.hold(())
         return finding
 
-    def end_iteration(self, findings: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
-        """Move the scale by the flags of these optimizers together, and report a skip."""
-        scaler.update(FoundInf.any_of([finding for _, finding in findings]))
-        if any(wrapper.findings.skipped for wrapper, _ in findings):
-            scaler.report(wait=True)
-
     def synchronize(self) -> None:
         """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:

@@ -41,29 +41,22 @@ def is_known(optimizer: Any) -> bool:
 
 
 class Traits(NamedTuple):
-    """Facts about an optimizer's methods, read before `initialize` replaces them.
+    """Facts about an optimizer's methods, read before `initialize` replaces them."""
 
-    ``takes_inputs``: it is a fused optimizer of ampkit's whose ``step`` no script has replaced; ``takes_rests``: its ``update``
-    writes weights and rests together. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may wrap
-    it. ``clears_as_torch``: its ``zero_grad`` is torch's or ampkit's.
-    """
-
-    takes_inputs: bool
-    takes_rests: bool
-    has_own_step: bool
-    clears_as_torch: bool
+    takes_inputs: bool  # it is a fused optimizer of ampkit's whose ``step`` no script has replaced
+    takes_rests: bool  # and its ``update`` writes weights and rests together
+    has_own_step: bool  # its ``step`` is that of torch's Adam or SGD, though a scheduler may wrap it
+    clears_as_torch: bool  # its ``zero_grad`` is torch's or ampkit's
 
     @classmethod
     def of(cls, optimizer: Any) -> Traits:
-        is_ours = isinstance(optimizer, FusedOptimizer)
+        is_ours = isinstance(optimizer, FusedOptimizer) and "step" not in vars(optimizer)
         step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
-        takes_inputs = is_ours and "step" not in vars(optimizer) and step.__module__.startswith("ampkit.")
-        takes_rests = is_ours and optimizer.takes_rests and type(optimizer).update.__module__.startswith("ampkit.")
-        takes_inputs = takes_inputs and optimizer.takes_step_inputs
+        takes_inputs = is_ours and optimizer.takes_step_inputs and step.__module__.startswith("ampkit.")
         own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
         return cls(
-            bool(takes_inputs),
-            bool(takes_inputs and takes_rests),
+            takes_inputs,
+            takes_inputs and optimizer.takes_rests and type(optimizer).update.__module__.startswith("ampkit."),
             inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd"),
             "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own_zero_grad,
         )

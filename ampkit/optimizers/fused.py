@@ -34,19 +34,13 @@ _UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that
 
 @dataclass
 class StepInputs:
-    """The inputs of one step besides gradients and settings.
+    """The inputs of one step besides gradients and settings."""
 
-    ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
-    (`ampkit.kernels.split`). None is for an optimizer without a session, which has its own.
-    Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
-    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
-    """
-
-    rests: Mapping[int, torch.Tensor] | None = None
-    inv_scale: Scale | None = None
-    clip: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    total_norm: Callable[[], torch.Tensor | None] | None = None
+    rests: Mapping[int, torch.Tensor] | None = None  # by the parameter's id; None without a session: it has its own
+    inv_scale: Scale | None = None  # multiplies gradients
+    clip: torch.Tensor | None = None  # multiplies those of parameters with rests
+    found_inf: torch.Tensor | None = None  # if it is not 0, nothing changes
+    total_norm: Callable[[], torch.Tensor | None] | None = None  # of all gradients
 
 
 @dataclass
