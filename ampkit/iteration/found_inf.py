@@ -277,15 +277,11 @@ class Findings:
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
-        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
-        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
-        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self.forget()
         #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
         self._beside: dict[Findings, FoundInf | None] = {}
         self.of_step: FoundInf | None = None  # the flag that decided the last step
         self.scaler: Any = None  # of the last block
-        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def clear_flag(self) -> FoundInf:
         return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
@@ -356,9 +352,12 @@ class Findings:
         self._judged = self._checked = None
 
     def forget(self) -> None:
-        self._found = self._judged = self._checked = self._gradients.judged = None
-        self.new = []
-        self.came_through_no_block = False
+        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
+        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
+        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
+        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self._gradients.judged = None
+        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def drop_cleared(self) -> None:
         """Forget the flags of gradients that were cleared. The flag of a block that has made no gradients stays."""

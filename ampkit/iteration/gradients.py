@@ -1,7 +1,6 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
-After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
-step as it does in torch. It is float32 where the weight's precision cannot hold it, which ``Tensor.grad_dtype`` allows.
+After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: see NOTES.md.
 """
 
 from __future__ import annotations
@@ -136,11 +135,9 @@ class Gradients:
     """
 
     def __init__(self, process_group: Any = None) -> None:
+        self._of_script = [] if process_group is None else [process_group]
         self.slots: list[Slot] = []
-        self.stored: list[Slot] = []  # the slots of weights in lower precision with rests
-        self.params: list[torch.Tensor] = []  # the parameters of ``slots``, and their ids
-        self.ids: set[int] = set()
-        self.process_groups = self._of_script = [] if process_group is None else [process_group]
+        self.hold(())
         self.state = State.READY
         self.scale: Scale = 1.0
         self.before = State.READY  # the state before the open block; if it is another, gradients stay in p.grad
@@ -156,7 +153,7 @@ class Gradients:
             slot.owners += 1
         for slot in before:
             slot.owners -= 1
-        self.stored = [slot for slot in self.slots if slot.master is not None]
+        self.stored = [slot for slot in self.slots if slot.master is not None]  # of weights with rests
         self.params = [slot.param for slot in self.slots]
         self.ids = set(map(id, self.params))
         self.process_groups = list(dict.fromkeys([*process_groups(self.params), *self._of_script]))

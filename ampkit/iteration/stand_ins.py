@@ -1,8 +1,6 @@
 """Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests.
 
-An optimizer holds the model's own parameters. During its step `StandIns` puts float32 parameters with the values and gradients of
-the weights into its groups, and moves its state to them. Afterwards the new values are split into weights and rests. The weights
-keep their dtype: a change would lose DDP's hooks.
+See "Optimizers hold the model's parameters" in NOTES.md.
 """
 
 from __future__ import annotations

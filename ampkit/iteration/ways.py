@@ -1,8 +1,7 @@
 """The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
 
-`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
-``torch.optim.Adam.step`` runs as it is, with hooks, groups and state. Only the function to which it passes its lists
-(``torch.optim.adam.adam``) is replaced while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
+`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and float32 moments. See
+"Optimizers hold the model's parameters" in NOTES.md.
 """
 
 from __future__ import annotations
