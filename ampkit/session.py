@@ -28,12 +28,11 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .events import listeners, tell
-from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
 from .iteration.gradients import torchs_clipping
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import retained_results
+from .iteration.reach import calls_of_torch, retained_results
 from .iteration.running_statistics import RunningStatistics
 from .iteration.stand_ins import inner_optimizers
 from .iteration.ways import one_pass_steps
