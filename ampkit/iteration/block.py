@@ -89,10 +89,8 @@ class Block:
         self.scale = self.scaler.current(self.named[0].gradients.device) if held is None else held
         self.scaled = scaled = self.scaled * moved_to(self.scale, self.scaled.device)
         self._hold(self.named)
-        if self.delay_unscale:
-            self._hold_outside(scaling.find_unowned(self.named[0].owner))
-        elif scaling.outside.slots:
-            self._hold_outside(())
+        if self.delay_unscale or scaling.outside.slots:
+            self._hold_outside(scaling.find_unowned(self.named[0].owner) if self.delay_unscale else ())
         if not self._is_one and (self.delay_unscale or not scaling.advice.scaled_loss_was_used):
             scaling.advice.before_backward(self.named, scaled)
         return scaled
@@ -141,7 +139,7 @@ class Block:
     def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stash the gradients of tensors that no initialized optimizer updates."""
         outside = self.scaling.outside
-        held = set().union(*[wrapper.gradients.ids for wrapper in self._held])
+        held: set[int] = set().union(*[wrapper.gradients.ids for wrapper in self._held])
         kept = [slot for slot in outside.slots if id(slot.param) not in held]
         ids = {id(slot.param) for slot in kept}
         fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in ids]
@@ -181,13 +179,8 @@ class Block:
 
         Except what FSDP2 has gathered. With Apex's policy only warn: its scripts divide these gradients by the scale themselves.
         """
-        outside = []
-        for leaf in leaves:
-            for wrapper in every:
-                if id(leaf) in wrapper.gradients.ids:
-                    break
-            else:
-                outside.append(leaf)
+        owned: set[int] = set().union(*[wrapper.gradients.ids for wrapper in every])
+        outside = [leaf for leaf in leaves if id(leaf) not in owned]
         for session in dict.fromkeys([wrapper.owner for wrapper in self._held]) if outside or has_python else ():
             if has_python:
                 outside += self.scaling.find_unowned(session)
