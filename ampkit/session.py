@@ -358,7 +358,7 @@ class Session:
     def before_apply(self) -> None:
         for wrapper in self.wrappers:  # torch may swap gradients, if nothing refers to them
             wrapper.findings.look_again()
-            wrapper.gradients.clipping.hold_none()
+            wrapper.gradients.clipped.clear()
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))

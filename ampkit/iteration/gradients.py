@@ -64,46 +64,6 @@ _REFUSED = {
 }
 
 
-class Clipping:
-    """The clipping that ``clip_grad_norm_`` leaves to the step, which applies it while it reads gradients of weights with rests.
-
-    ``pending`` is the product of all clippings since the gradients came, None without any.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the clipping of gradients that are replaced or gone."""
-        self.pending: torch.Tensor | None = None
-        self._clipped: list[tuple[Slot, Any]] = []  # and their gradients as they were then
-        self.is_used = False  # by a step
-
-    def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
-        """Multiply the clipping of these slots' gradients by a further coefficient."""
-        self.pending = coefficient if self.pending is None else self.pending * coefficient
-        self._clipped = [(slot, seen([slot.param])) for slot in slots]
-        self.is_used = False
-
-    def check_writes(self, refuses: bool = True) -> None:
-        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
-        for slot, before in self._clipped:
-            if are_still(before, [slot.param]):
-                continue
-            if self.is_used:
-                return self.forget()
-            if refuses and stored_gradient(slot.param) is not None:
-                raise ConfigurationError(
-                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
-                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
-                )
-        return None
-
-    def hold_none(self) -> None:
-        """Stop noticing writes to clipped gradients."""
-        self._clipped = []
-
-
 def _clip_narrow_gradients(
     original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
@@ -144,7 +104,7 @@ class Gradients:
         self.holder: Any = None  # that block, and whether it holds these gradients by a guess
         self._is_guess = False
         self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
-        self.clipping = Clipping()
+        self.forget_clipping()
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Hold these slots, each once, and no others."""
@@ -187,7 +147,7 @@ class Gradients:
         """
         if self.state is State.IN_BLOCK:
             self.refuse("open")
-        if self.clipping.pending is not None:
+        if self.clip is not None:
             self.widen()
         # First, so that an interruption of the rest can be undone.
         self.before, self.holder, self._is_guess = self.state, holder, is_guess
@@ -265,8 +225,8 @@ class Gradients:
 
         Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
         """
-        if self.clipping.pending is not None:
-            self.clipping.check_writes(refuses)
+        if self.clip is not None:
+            self.check_clipped(refuses)
         if self.state is State.IN_BLOCK:
             return True
         for slot in self.stored:
@@ -289,7 +249,7 @@ class Gradients:
 
     def in_float32(self) -> dict[Slot, torch.Tensor]:
         """Return the gradients of weights with rests in float32, clipped: ``param.grad`` itself where it needs no change."""
-        clip, result = self.clipping.pending, {}
+        clip, result = self.clip, {}
         inputs, outputs = [], []
         for slot in self.stored:
             gradient = slot.param.grad
@@ -313,7 +273,7 @@ class Gradients:
         are_judged = self.are_judged
         for slot, gradient in self.in_float32().items():
             put_gradient(slot.param, gradient)
-        self.clipping.forget()
+        self.forget_clipping()
         if are_judged:
             self.note_judged()
 
@@ -335,9 +295,31 @@ class Gradients:
         plain = [values_of(gradient) for gradient in plain if gradient is not None]
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
-            self.clipping.add(coefficient, self.stored)
+            self.clip = coefficient if self.clip is None else self.clip * coefficient
+            self.clipped = [(slot, seen([slot.param])) for slot in self.stored]
+            self.clip_is_used = False
             if any(slot.owners > 1 for slot in self.stored):
                 self.widen()
+
+    def check_clipped(self, refuses: bool = True) -> None:
+        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
+        for slot, before in self.clipped:
+            if are_still(before, [slot.param]):
+                continue
+            if self.clip_is_used:
+                return self.forget_clipping()
+            if refuses and stored_gradient(slot.param) is not None:
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
+                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
+                )
+        return None
+
+    def forget_clipping(self) -> None:
+        #: The product of all clippings since the gradients came: a step multiplies gradients of weights with rests by it.
+        self.clip: torch.Tensor | None = None
+        self.clipped: list[tuple[Slot, Any]] = []  # slots of these weights, and their gradients as they were then
+        self.clip_is_used = False  # by a step
 
     def check(self, finding: FoundInf) -> None:
         """Set the flag of ``finding`` where a present gradient is not finite, on this process."""
@@ -352,7 +334,7 @@ class Gradients:
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        clip = self.clipping.pending
+        clip = self.clip
         plain, clipped = [], []
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
@@ -390,8 +372,8 @@ class Gradients:
             self.before = State.READY
         else:
             self.state = State.READY
-        if self.clipping.pending is not None:
-            self.clipping.forget()
+        if self.clip is not None:
+            self.forget_clipping()
 
     def zero_where(self, flag: torch.Tensor, all_of_them: bool = True) -> None:
         """Write zeros where ``flag`` is not 0, on its device: to all gradients, or to those that several optimizers share."""

@@ -89,7 +89,7 @@ class OptimizerWrapper:
         """Restore the optimizer's methods, and leave its state in float32. Weights are restored with the models."""
         if self.gradients.state is not State.IN_BLOCK:
             self.settle(refuses=False)
-            if self.gradients.clipping.pending is not None:
+            if self.gradients.clip is not None:
                 self.gradients.widen()
             self.findings.zero_skipped(closes=True)
             self.one_pass.give_counts_back(self.optimizer())
@@ -235,7 +235,7 @@ class OptimizerWrapper:
                     *(kind.__name__, reason),
                 )
         hooked = _has_hooks(optimizer)
-        if hooked and self.gradients.clipping.pending is not None:
+        if hooked and self.gradients.clip is not None:
             self.gradients.widen()  # scripts look at gradients there
         return self._take(way, functools.partial(original, *args, **kwargs), hooked)
 
@@ -334,7 +334,7 @@ class OptimizerWrapper:
     def end_step(self, skipped: bool = False) -> None:
         """End a step that was taken, or ``skipped`` for gradients that are not finite."""
         optimizer = self.optimizer()
-        self.gradients.clipping.is_used = True
+        self.gradients.clip_is_used = True
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
         if self.owner.statistics.changed:

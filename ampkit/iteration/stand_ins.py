@@ -195,7 +195,7 @@ def step_evaluating_again(
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
         if isinstance(error, ClosureError):
-            wrapper.gradients.clipping.is_used = True
+            wrapper.gradients.clip_is_used = True
             raise
         wrapper.end_step(skipped=True)
         return loss

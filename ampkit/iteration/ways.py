@@ -81,7 +81,7 @@ def _with_inputs(wrapper: Any, found_inf: Tensor | None) -> Iterator[None]:
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
         rests={id(slot.param): slot.master.rest for slot in gradients.stored},
-        clip=gradients.clipping.pending,
+        clip=gradients.clip,
         found_inf=found_inf,
         total_norm=gradients.total_norm,
     )
@@ -179,7 +179,7 @@ class OnePassStep:
         batches: list[tuple[list[int], dict[str, Any]]] = []
         for (has_rests, *_), indices in by_kind.items():
             lower = [rests[id(params[i])] for i in indices] if has_rests else None
-            clip = self._gradients.clipping.pending if has_rests else None
+            clip = self._gradients.clip if has_rests else None
             batches.append((indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)))
         return batches
 
