@@ -182,7 +182,7 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def bring_to(slots: list[Slot], old: Scale, new: Scale) -> None:
-    """Bring gradients that stay in ``.grad`` to a new scale, in their weights' precision, in which the backward pass adds to them."""
+    """Bring gradients that stay in ``.grad`` to a new scale, in their weights' precision: the backward pass adds to them in it."""
     factor = 1.0 if new is old else new / (moved_to(old, new.device) if isinstance(new, torch.Tensor) else old)
     is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
     inputs, outputs = [], []

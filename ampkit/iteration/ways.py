@@ -223,12 +223,11 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _adam(
-    original: Callable, params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
-) -> None:
+def _adam(original: Callable, *lists: Any, **settings: Any) -> None:
     one_pass = _running.step
     if one_pass is None:
-        return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
+        return original(*lists, **settings)
+    params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
     for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
         for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
             if moment.dtype in LOWER_PRECISION:
