@@ -20,7 +20,7 @@ from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..models.float32_values import clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to
-from ..sharding import are_several_processes, highest, local
+from ..sharding import highest, local
 from .reach import are_still, seen
 
 Slot = Any  # of gradients.py, which imports this module
@@ -395,7 +395,10 @@ class Findings:
             return False
         if gradients.process_groups:
             return True
-        if self._judged is None or (owner.scaling.ddp() is None and are_several_processes()):
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
+            return False
+        if self._judged is None:
             return False
         judged, aliases = self._judged
         return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
