@@ -313,12 +313,7 @@ def collect(
 
 
 class LossScaling:
-    """The state that the blocks of one session share, and the methods that its GradScaler calls in their place.
-
-    ``scalers`` has one loss scaler per loss; ``outside`` the gradients of tensors without an initialized optimizer, while a block
-    holds them or they wait at its scale; ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP
-    module whose forward ran last.
-    """
+    """The state that the blocks of one session share, and the methods that its GradScaler calls in their place."""
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
@@ -326,9 +321,10 @@ class LossScaling:
         number = plan.num_losses if plan.enabled else 0
         settings = (plan.on_floor, plan.policy.base == "apex")
         self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id, *settings) for loss_id in range(number)]
-        self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP
+        self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP  # whose forward ran last
         self._runs_without_sync = False
-        self.held_scale: Scale | None = None
+        self.held_scale: Scale | None = None  # of gradients that FSDP2 has yet to reduce
+        #: Those of tensors without an initialized optimizer, while a block holds them or they wait at its scale.
         self.outside = Gradients()
         #: By the id of a parameter: one for all optimizers of the session that update it.
         self.slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()

@@ -88,18 +88,14 @@ torchs_clipping = SharedPatches(_patch_clipping)
 
 
 class Gradients:
-    """The gradients of one optimizer: a `State`, and the methods that change it (docs/architecture.md draws them).
-
-    ``scale`` is that of the block, or of the gradients that wait. ``process_groups`` are the groups of processes that have to agree
-    whether to step: the ``process_group`` of `initialize`, and those that the parameters lie on.
-    """
+    """The gradients of one optimizer: a `State`, and the methods that change it (docs/architecture.md draws them)."""
 
     def __init__(self, process_group: Any = None) -> None:
         self._of_script = [] if process_group is None else [process_group]
         self.slots: list[Slot] = []
         self.hold(())
         self.state = State.READY
-        self.scale: Scale = 1.0
+        self.scale: Scale = 1.0  # of the block, or of gradients that wait
         self.before = State.READY  # the state before the open block; if it is another, gradients stay in p.grad
         self.holder: Any = None  # that block, and whether it holds these gradients by a guess
         self._is_guess = False
@@ -116,6 +112,7 @@ class Gradients:
         self.stored = [slot for slot in self.slots if slot.master is not None]  # of weights with rests
         self.params = [slot.param for slot in self.slots]
         self.ids = set(map(id, self.params))
+        # The processes that have to agree whether to step: those of `initialize`, and those that the parameters lie on.
         self.process_groups = list(dict.fromkeys([*process_groups(self.params), *self._of_script]))
 
     @property

@@ -77,11 +77,7 @@ def _is_count(value: object) -> bool:
 
 
 class ScaleState(NamedTuple):
-    """The words of ``kernels.update_scale``: the scale (float32) and counts (int32).
-
-    ``skips_apart`` counts skips that move no scale: under ``no_sync()``, in a block that did not name the optimizer, or for
-    gradients that stopped being finite after the block.
-    """
+    """The words of ``kernels.update_scale``: the scale (float32) and counts (int32)."""
 
     scale: float
     unskipped: int
@@ -89,7 +85,7 @@ class ScaleState(NamedTuple):
     skips: int = 0
     skips_in_a_row: int = 0
     skips_at_floor: int = 0
-    skips_apart: int = 0
+    skips_apart: int = 0  # of those that move no scale, see `LossScaler.report`
 
 
 class HostCopy:

@@ -195,12 +195,13 @@ class OnePassStep:
             numbers = [int(step) for step in steps]
             for i, step in enumerate(steps):
                 steps[i] = self.state[params[i]]["step"] = step.to(params[i].device)
-            self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
-        known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
-        are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
-        if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
-            numbers, here = [int(step) for step in steps], set(map(id, steps))
-            self.known_counts = {key: row for key, row in self.known_counts.items() if here.isdisjoint(map(id, row[0]))}
+        else:
+            known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
+            are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
+            if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
+                numbers, here = [int(step) for step in steps], set(map(id, steps))
+                rows = self.known_counts.items()
+                self.known_counts = {key: row for key, row in rows if here.isdisjoint(map(id, row[0]))}
         taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
         kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)

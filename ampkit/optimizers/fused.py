@@ -45,15 +45,12 @@ class StepInputs:
 
 @dataclass
 class Batch:
-    """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has.
-
-    ``lower`` holds the rests, or weights that new values are rounded into. ``states`` are the states of all.
-    """
+    """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     states: list[dict[str, Any]]
-    lower: list[torch.Tensor] | None
+    lower: list[torch.Tensor] | None  # rests, or weights that new values are rounded into
     inv_scale: Scale | None
     clip: torch.Tensor | None
     found_inf: torch.Tensor | None
