@@ -179,7 +179,9 @@ class Block:
 
         Except what FSDP2 has gathered. With Apex's policy only warn: its scripts divide these gradients by the scale themselves.
         """
-        owned: set[int] = set().union(*[wrapper.gradients.ids for wrapper in every])
+        owned: set[int] = set()
+        for wrapper in every:
+            owned |= wrapper.gradients.ids
         outside = [leaf for leaf in leaves if id(leaf) not in owned]
         for session in dict.fromkeys([wrapper.owner for wrapper in self._held]) if outside or has_python else ():
             if has_python:
@@ -280,7 +282,6 @@ def collect(
         outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
-    sharing = []
     for wrapper in unnamed:
         gradients = wrapper.gradients
         # Processes that step together must all ask.
@@ -293,10 +294,10 @@ def collect(
             unnamed_finding.agree(gradients.process_groups)
         wrapper.findings.add(unnamed_finding)
         if any([slot.owners > 1 for slot in gradients.slots]):
-            sharing.append(wrapper)
+            wrapper.findings.shared = finding
     if finding is not None:
         finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
-    for wrapper in (*named, *sharing):  # not before: the flag covers all of them
+    for wrapper in named:  # not before: the flag covers all of them
         wrapper.findings.add(finding)
     if finding is not None and not finding.is_clean:
         if loss is not None:

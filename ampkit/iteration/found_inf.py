@@ -288,7 +288,7 @@ class Findings:
 
     def add(self, finding: FoundInf | None) -> None:
         """Note the flag of a block that has made gradients; None where it does not check them."""
-        self._checked = None
+        self._checked = self.shared = None
         if finding is not None:
             before = self._found if self.new else None  # no step has used the flags of new blocks
             if finding not in self.new:  # else the flag of a delayed check, which this block ends
@@ -332,6 +332,8 @@ class Findings:
             elif not again.is_clean:
                 apart += [FoundInf(again.flag - before.flag)] if new else []
                 self._found = FoundInf.any_of([before, again])
+        if self.shared is not None:
+            self._found = self.shared if self._found is None else FoundInf.any_of([self._found, self.shared])
         if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
             self._owner.scaling.scalers[0].count_apart(all_apart.flag)
         self._checked = None
@@ -356,6 +358,7 @@ class Findings:
         self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
         self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self.shared: FoundInf | None = None  # of another optimizer's block, which made some of them; until the next `add`
         self._gradients.judged = None
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 

@@ -235,7 +235,7 @@ class LossScaler:
         self._snapshot = None
         self._has_news = self._has_news or not finding.is_clean
         self._iterations += 1
-        finding.iteration = None if is_capturing(finding.flag) else self._iterations
+        finding.iteration = None if finding.flag.is_cuda and is_capturing(finding.flag) else self._iterations
         self._recent.append(finding)
         self._copy.send(self._iterations)
         return finding
