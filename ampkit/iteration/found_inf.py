@@ -350,7 +350,7 @@ class Findings:
         return self.of_step is not None and self.of_step.overflowed
 
     def look_again(self) -> None:
-        """Have the next step check all gradients."""
+        """Forget that gradients were checked: the next step checks all of them."""
         self._judged = self._checked = None
 
     def forget(self) -> None:
@@ -358,7 +358,7 @@ class Findings:
         self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
         self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
-        self.shared: FoundInf | None = None  # of another optimizer's block, which made some of them; until the next `add`
+        self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
         self._gradients.judged = None
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
