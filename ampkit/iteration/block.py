@@ -189,10 +189,11 @@ class Block:
             gathered = session.gathered_params()
             outside = [leaf for leaf in outside if id(leaf) not in gathered]
         if outside and self.scaling.plan.policy.base == "apex":
-            first = min(outside, key=lambda leaf: not isinstance(leaf, torch.nn.Parameter))
-            name = f"Parameter {self.named[0].owner.name_of(first)}"
+            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
+            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
             is_parameter = isinstance(first, torch.nn.Parameter)
-            self.scaling.advice.tell("unowned", name if is_parameter else f"A tensor of shape {tuple(first.shape)}")
+            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
+            self.scaling.advice.tell("unowned", label)
         elif outside:
             self._hold_outside(outside)
 
