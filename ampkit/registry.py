@@ -17,7 +17,7 @@ WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
 
 live_sessions: list[Any] = []
 watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_wrappers: list[weakref.ref[Any]] = []
+wrapper_refs: list[weakref.ref[Any]] = []
 #: The number of modules registered in another in this process: values read from a model are valid while it stays the same.
 additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
@@ -49,16 +49,7 @@ def wrapper_of(optimizer: Any) -> Any:
 
 def wrappers() -> list[Any]:
     """The optimizer wrappers of live sessions, oldest first."""
-    return list(filter(None, map(_target, _wrappers)))
-
-
-def add_wrapper(wrapper: Any) -> None:
-    """Add an optimizer's wrapper to `wrappers`, for as long as it lives."""
-    _wrappers.append(weakref.ref(wrapper, _wrappers.remove))
-
-
-def remove_wrapper(wrapper: Any) -> None:
-    _wrappers[:] = [ref for ref in _wrappers if ref() is not wrapper]
+    return list(filter(None, map(_target, wrapper_refs)))
 
 
 def current_session() -> Any:

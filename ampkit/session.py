@@ -28,12 +28,11 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .events import listeners, tell
-from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
-from .iteration.gradients import Slots, torchs_clipping
+from .iteration.gradients import torchs_clipping
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import retained_results
+from .iteration.reach import calls_of_torch, retained_results
 from .iteration.running_statistics import RunningStatistics
 from .iteration.stand_ins import inner_optimizers
 from .iteration.ways import one_pass_steps
@@ -221,10 +220,9 @@ class Session:
             take_narrow_gradients(params, self._undo)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        slots = Slots(self.plan.master_weights)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
-            OptimizerWrapper(optimizer, self, slots)
+            OptimizerWrapper(optimizer, self)
             for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
                 self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
                 copies.make_state_plain(inner)
@@ -360,7 +358,7 @@ class Session:
     def before_apply(self) -> None:
         for wrapper in self.wrappers:  # torch may swap gradients, if nothing refers to them
             wrapper.findings.look_again()
-            wrapper.gradients.clipping.hold_none()
+            wrapper.gradients.clipped.clear()
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))

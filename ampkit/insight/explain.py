@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from ..casting.tensors import params_of
 from ..devices import device_type_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..iteration.ways import choose, why_not_in_one_pass
+from ..iteration.ways import Traits, choose, is_known, why_not_in_one_pass
 from ..kernels.moments import packed_size
 from ..logs import printable
 from ..models.keep_fp32 import Kept
-from ..optimizers.traits import Traits, is_known
 from ..plan import Plan, resolve
 from ..registry import live_sessions, wrapper_of
 from ..session import Session
@@ -253,8 +251,7 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         if wrapper is not None:
             why = choose(wrapper)[1]
         else:
-            slots: Any = [SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
-            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), slots, plan.one_pass_step)
+            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), params, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"

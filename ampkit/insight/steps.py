@@ -92,7 +92,7 @@ class StepReport:
         if self.skipped:  # its gradients are dropped
             return {}
         wrapper, gradients = wrapper_of(self._optimizer), {}
-        clip = None if wrapper is None else wrapper.gradients.clipping.pending
+        clip = None if wrapper is None else wrapper.gradients.clip
         mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.stored}
         for name, param, _ in named_params(self._optimizer):
             if param.grad is not None:

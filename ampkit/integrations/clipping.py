@@ -18,8 +18,8 @@ def clip_norm(
     """Clip the gradients of ``parameters`` by their total norm, and return that norm."""
     chosen = [param for param in parameters if stored_gradient(param) is not None]
     for optimizer in optimizers:
-        slots = wrapper_of(optimizer).gradients.slots
-        if {slot.param for slot in slots if slot.gradient is not None} == set(chosen):
+        params = wrapper_of(optimizer).gradients.params
+        if {param for param in params if stored_gradient(param) is not None} == set(chosen):
             return clip_grad_norm_(optimizer, max_norm, norm_type)  # inside the step, if the optimizer can do that
     return torch.nn.utils.clip_grad_norm_(updated(optimizers, chosen), max_norm, norm_type)
 

@@ -110,7 +110,9 @@ class GradScaler(TorchGradScaler):
             return
         checked = [(wrapper, found_inf) for wrapper, found_inf in unscaled if found_inf is not None]
         if checked:
-            self._owner().scaling.end_iteration(checked, self._scaler)
+            self._scaler.update(FoundInf.any_of([found_inf for _, found_inf in checked]))
+        if any(wrapper.findings.skipped for wrapper, _ in checked):
+            self._scaler.report(wait=True)
 
     def get_scale(self) -> float:
         """The current loss scale. Waits for the device."""

@@ -1,24 +1,18 @@
 """Warnings that a session logs once: mistakes that ruin a run, each with its remedy.
 
 `Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
-session's first blocks only. While sessions are alive, `calls_of_torch` patches the functions of torch that run a backward pass,
-clip gradients or unscale them for a GradScaler: they show mistakes outside of blocks.
+session's first blocks only. What scripts do outside of blocks shows in reach.py.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError
 from ..logs import logger
-from ..patching import PatchSet, SharedPatches
-from ..registry import wrappers
-from .reach import reaching_backward
+from .gradients import State
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
@@ -140,7 +134,7 @@ class Advice:
         """Warn of a block without a backward pass through its scaled loss, until one pass has gone through one."""
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
-            if any(wrapper.gradients.has_fresh for wrapper in named if not wrapper.gradients.stay):
+            if any(wrapper.gradients.has_fresh for wrapper in named if wrapper.gradients.before is State.READY):
                 self.tell("another loss")
             elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
                 self.tell("no backward")
@@ -155,39 +149,3 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
             if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "ampkit", "horovod"):
                 return True
     return False
-
-
-# Where a script calls torch
-
-
-def _group(original: Callable, lists: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise where torch.nn.utils clips or measures gradients that are still scaled; with Apex's policy warn."""
-    for wrapper in wrappers():
-        if not wrapper.holds_scaled(lists[0]):
-            continue
-        if wrapper.owner.plan.policy.base != "apex":  # Apex lets such scripts run on
-            raise ConfigurationError(
-                "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
-                "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
-                "delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
-            )
-        wrapper.advice.tell("scaled", "A clipping or a norm of torch.nn.utils was asked for")
-    return original(lists, *args, **kwargs)
-
-
-def _unscale(original: Callable, grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warn where a ``torch.amp.GradScaler`` unscales for an optimizer with a loss scale, in ``step`` or ``unscale_``."""
-    for wrapper in wrappers():
-        if wrapper.optimizer() is optimizer and wrapper.has_scale:
-            wrapper.advice.tell("GradScaler", type(optimizer).__name__)
-            wrapper.findings.came_through_no_block = False
-    return original(grad_scaler, optimizer, *args, **kwargs)
-
-
-def _patch(patches: PatchSet) -> None:
-    patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
-    patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _group)
-    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale)
-
-
-calls_of_torch = SharedPatches(_patch)

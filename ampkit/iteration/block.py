@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
 from ..labels import labelled
 from ..optimizers.scales import Scale, moved_to
@@ -23,8 +24,8 @@ from .advice import Advice
 from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
-from .optimizer_wrapper import OptimizerWrapper, keep_casts_to_step
-from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
+from .optimizer_wrapper import OptimizerWrapper
+from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retaining
 
 _NO_DDP = weakref.ref(set())  # a dead reference
 
@@ -77,21 +78,19 @@ class Block:
             raise
 
     def _begin(self) -> torch.Tensor:
-        if self.delay_unscale:
-            keep_casts_to_step(self.named)
+        if self.delay_unscale and (casting := active_casting()) is not None:
+            casting.caches.keep_to_step(tuple(param for wrapper in self.named for param in wrapper.gradients.params))
         for wrapper in self.named:
             wrapper.findings.begin(self.scaler, self.named if self.is_plain else ())
         if self.is_plain:
             return self.scaled
         scaling = self.scaling
         held = scaling.held_scale
-        self.scale = self.scaler.current(home_of(self.named)) if held is None else held
+        self.scale = self.scaler.current(self.named[0].gradients.device) if held is None else held
         self.scaled = scaled = self.scaled * moved_to(self.scale, self.scaled.device)
         self._hold(self.named)
-        if self.delay_unscale:
-            self._hold_outside(scaling.find_unowned(self.named[0].owner))
-        elif scaling.outside.slots:
-            self._hold_outside(())
+        if self.delay_unscale or scaling.outside.slots:
+            self._hold_outside(scaling.find_unowned(self.named[0].owner) if self.delay_unscale else ())
         if not self._is_one and (self.delay_unscale or not scaling.advice.scaled_loss_was_used):
             scaling.advice.before_backward(self.named, scaled)
         return scaled
@@ -140,8 +139,10 @@ class Block:
     def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stash the gradients of tensors that no initialized optimizer updates."""
         outside = self.scaling.outside
-        outside.drop({id(slot.param) for wrapper in self._held for slot in wrapper.gradients.slots} & outside.ids)
-        fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in outside.ids]
+        held: set[int] = set().union(*[wrapper.gradients.ids for wrapper in self._held])
+        kept = [slot for slot in outside.slots if id(slot.param) not in held]
+        ids = {id(slot.param) for slot in kept}
+        fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in ids]
         for session in live_sessions:
             if session.scaling is not self.scaling and any(
                 id(slot.param) in session.scaling.outside.ids for slot in fresh
@@ -150,7 +151,7 @@ class Block:
                     "A scale_loss block came to a tensor whose gradient waits at the loss scale of another initialize() call "
                     "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
                 )
-        outside.add(fresh)
+        outside.hold([*kept, *fresh])
         if outside.state is State.IN_BLOCK:
             outside.stash(fresh)
         else:
@@ -170,30 +171,41 @@ class Block:
         if len(every) > len(self._held):
             self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
-        results = retained([self.scaled]) if retained_refs and inputs is None else []
+        results = retained(self.scaled) if retaining and inputs is None else []
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
-        """Hold the leaves that no wrapper of ``every`` updates, and with ``has_python`` all such parameters of the models."""
-        outside = []
-        for leaf in leaves:
-            for wrapper in every:
-                if id(leaf) in wrapper.gradients.ids:
-                    break
-            else:
-                outside.append(leaf)
-        if outside or has_python:
-            self._hold_unowned(outside, has_python)
+        """Hold the leaves that no wrapper of ``every`` updates, and with ``has_python`` all such parameters of the models.
+
+        Except what FSDP2 has gathered. With Apex's policy only warn: its scripts divide these gradients by the scale themselves.
+        """
+        owned: set[int] = set()
+        for wrapper in every:
+            owned |= wrapper.gradients.ids
+        outside = [leaf for leaf in leaves if id(leaf) not in owned]
+        for session in dict.fromkeys([wrapper.owner for wrapper in self._held]) if outside or has_python else ():
+            if has_python:
+                outside += self.scaling.find_unowned(session)
+            gathered = session.gathered_params()
+            outside = [leaf for leaf in outside if id(leaf) not in gathered]
+        if outside and self.scaling.plan.policy.base == "apex":
+            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
+            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
+            is_parameter = isinstance(first, torch.nn.Parameter)
+            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
+            self.scaling.advice.tell("unowned", label)
+        elif outside:
+            self._hold_outside(outside)
 
     def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
         candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
-        certain = reached._replace(has_python=False)
-        to_hold = [wrapper for wrapper in candidates if certain.may_write_to(wrapper.gradients.ids)]
+        to_hold = [wrapper for wrapper in candidates if reached.has(wrapper.gradients.ids)]
         losses = {block.scaled.grad_fn for block in scaled}
         if any(node_of(root) not in losses for root in roots):
             beside = leaves_of(map(node_of, roots), past=losses)
-            if any(wrapper not in to_hold and beside.may_write_to(wrapper.gradients.ids) for wrapper in candidates):
+            further = [wrapper for wrapper in candidates if wrapper not in to_hold]
+            if any(beside.has_python or beside.has(wrapper.gradients.ids) for wrapper in further):
                 raise ConfigurationError(
                     "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
                     "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the "
@@ -203,22 +215,6 @@ class Block:
         if reached.has_python:
             self._hold([wrapper for wrapper in candidates if wrapper not in self._held], is_guess=True)
 
-    def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
-        """Hold leaves that no initialized optimizer updates, except what FSDP2 has gathered. With Apex's policy only warn."""
-        for session in dict.fromkeys([wrapper.owner for wrapper in self._held]):
-            if has_python:
-                outside += session.scaling.find_unowned(session)
-            gathered = session.gathered_params()
-            outside = [leaf for leaf in outside if id(leaf) not in gathered]
-        if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
-            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
-            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
-            is_parameter = isinstance(first, torch.nn.Parameter)
-            label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
-            self.scaling.advice.tell("unowned", label)
-        elif outside:
-            self._hold_outside(outside)
-
     # The end of a block
 
     def _put_back(self) -> None:
@@ -226,7 +222,8 @@ class Block:
         for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
             if gradients.holder is self:
                 gradients.put_back(backward)
-        self.scaling.forget_outside()
+        if self.scaling.outside.state is not State.WAITING:
+            self.scaling.outside.hold(())
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
@@ -246,7 +243,7 @@ class Block:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
                     wrapper.gradients.keep_scaled(scale)
-                    wrapper.delayed_with = self.scaler
+                    wrapper.findings.scaler = self.scaler
                 else:
                     wrapper.gradients.put_back(BackwardPass(scale))
             if scaling.outside.holder is self:
@@ -260,10 +257,7 @@ class Block:
             done = set() if len(self._held) > 1 else None
             backward = BackwardPass(scale, is_local, done)
             unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
-            outside = scaling.outside if scaling.outside.holder is self else None
-            collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
-            if outside is not None:
-                scaling.forget_outside()
+            collect(backward, self.named, unnamed, scaling.outside, self.scaler, self.delay_overflow_check, self.loss)
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
@@ -274,7 +268,7 @@ def collect(
     backward: BackwardPass,
     named: Sequence[OptimizerWrapper],
     unnamed: Sequence[OptimizerWrapper],
-    outside: Gradients | None,
+    outside: Gradients,
     scaler: LossScaler,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
@@ -284,56 +278,44 @@ def collect(
     An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
-    finding = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
-    if outside is not None:
+    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
+    if outside.slots:
         outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
     for wrapper in unnamed:
-        _collect_unnamed(wrapper, backward, finding, named)
+        gradients = wrapper.gradients
+        # Processes that step together must all ask.
+        if not (gradients.has_fresh or gradients.process_groups):
+            gradients.put_back(backward)
+            continue
+        unnamed_finding = None if finding is None else named[0].findings.clear_flag()
+        gradients.collect(backward, unnamed_finding)
+        if unnamed_finding is not None:
+            unnamed_finding.agree(gradients.process_groups)
+        wrapper.findings.add(unnamed_finding)
+        if any([slot.owners > 1 for slot in gradients.slots]):
+            wrapper.findings.shared = finding
     if finding is not None:
         finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
     for wrapper in named:  # not before: the flag covers all of them
         wrapper.findings.add(finding)
-    if finding is None:
-        return
-    if not finding.is_clean:
+    if finding is not None and not finding.is_clean:
         if loss is not None:
             finding.loss = loss.detach()
-        if outside is not None:  # no optimizer clears these
-            outside.zero_where(finding.flag)
+        outside.zero_where(finding.flag)  # no optimizer clears these
         for wrapper in named:  # nor gradients that another optimizer's block would add to
             wrapper.gradients.zero_where(finding.flag, all_of_them=False)
-    if delay_overflow_check:
-        scaler.delayed_check = finding
-        return
-    scaler.update(finding, moves_scale=not backward.local)
-
-
-def _collect_unnamed(
-    wrapper: OptimizerWrapper, backward: BackwardPass, finding: FoundInf | None, named: Sequence[OptimizerWrapper]
-) -> None:
-    gradients = wrapper.gradients
-    # Processes that step together must all ask.
-    if not (gradients.has_fresh or gradients.process_groups):
-        gradients.put_back(backward)
-        return
-    unnamed_finding = None if finding is None else new_finding(named)
-    gradients.collect(backward, unnamed_finding)
-    if unnamed_finding is not None:
-        unnamed_finding.agree(gradients.process_groups)
-    wrapper.findings.add(unnamed_finding)
-    if finding is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
-        wrapper.findings.share(finding)
+    if outside.slots:
+        outside.hold(())
+    if finding is not None and delay_overflow_check:
+        scaler.delayed_check, finding.scaler = finding, scaler
+    elif finding is not None:
+        scaler.update(finding, moves_scale=not backward.local)
 
 
 class LossScaling:
-    """The state that the blocks of one session share, and the methods that its GradScaler calls in their place.
-
-    ``scalers`` has one loss scaler per loss; ``outside`` the gradients of tensors without an initialized optimizer, while a block
-    holds them or they wait at its scale; ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP
-    module whose forward ran last.
-    """
+    """The state that the blocks of one session share, and the methods that its GradScaler calls in their place."""
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
@@ -341,10 +323,13 @@ class LossScaling:
         number = plan.num_losses if plan.enabled else 0
         settings = (plan.on_floor, plan.policy.base == "apex")
         self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id, *settings) for loss_id in range(number)]
-        self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP
+        self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP  # whose forward ran last
         self._runs_without_sync = False
-        self.held_scale: Scale | None = None
+        self.held_scale: Scale | None = None  # of gradients that FSDP2 has yet to reduce
+        #: Those of tensors without an initialized optimizer, while a block holds them or they wait at its scale.
         self.outside = Gradients()
+        #: By the id of a parameter: one for all optimizers of the session that update it.
+        self.slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -364,11 +349,6 @@ class LossScaling:
         ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
-    def forget_outside(self) -> None:
-        """Forget the slots of ``outside`` after a block, unless their gradients wait at its scale."""
-        if self.outside.slots and self.outside.state is not State.WAITING:
-            self.outside.forget_slots()
-
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -387,54 +367,27 @@ class LossScaling:
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
-        scaler = wrapper.delayed_with or self.scalers[0]
-        backward = BackwardPass(wrapper.gradients.scale)
-        collect(backward, [wrapper], [], self._outside_waiting(), scaler)
-        self.forget_outside()
-
-    def _outside_waiting(self) -> Gradients | None:
-        return self.outside if self.outside.state is State.WAITING else None
+        scaler = wrapper.findings.scaler or self.scalers[0]
+        collect(BackwardPass(wrapper.gradients.scale), [wrapper], [], self.outside, scaler)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.settle(finishes=False)
-        gradients_wait, groups = wrapper.gradients.state is State.WAITING, wrapper.gradients.process_groups
-        if not gradients_wait and (scaler.is_one or wrapper.gradients.has_fresh or not groups):
-            return None
-        finding = None if scaler.is_one else new_finding([wrapper], scaler)
-        if not gradients_wait:  # this process has none, others may
-            finding.agree(groups)
-            return finding
-        scale, outside = wrapper.gradients.scale, self._outside_waiting()
-        for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
-            gradients.collect(BackwardPass(scale), finding)
+        gradients = wrapper.gradients
+        if gradients.state is not State.WAITING:  # this process may have none, and others some
+            if scaler.is_one or gradients.has_fresh or not gradients.process_groups:
+                return None
+        finding = None if scaler.is_one else wrapper.findings.clear_flag()
+        for waiting in (gradients, self.outside):
+            waiting.collect(BackwardPass(waiting.scale), finding)
         if finding is not None:
-            finding.agree(groups)
-            if outside is not None and not finding.is_clean:
-                outside.zero_where(finding.flag)
-        self.forget_outside()
+            finding.agree(gradients.process_groups)
+            if not finding.is_clean:
+                self.outside.zero_where(finding.flag)
+        self.outside.hold(())
         return finding
-
-    def end_iteration(self, findings: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
-        """Move the scale by the flags of these optimizers together, and report a skip."""
-        scaler.update(FoundInf.any_of([finding for _, finding in findings]))
-        if any(wrapper.findings.skipped for wrapper, _ in findings):
-            scaler.report(wait=True)
 
     def synchronize(self) -> None:
         """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
-
-
-def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
-    """Return a clear flag for a block of these optimizers."""
-    return FoundInf.clear(home_of(wrappers), scaler, wrappers[0].owner.name_of)
-
-
-def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:
-    """The device of these optimizers' loss scale: that of the first parameter, or the CPU without any."""
-    for wrapper in named:
-        if wrapper.gradients.slots:
-            return wrapper.gradients.slots[0].param.device
-    return torch.device("cpu")

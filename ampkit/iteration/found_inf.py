@@ -1,8 +1,7 @@
 """Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
 
 `unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
-are handled one by one. A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an
-optimizer into the flag of a step.
+are handled one by one. A `FoundInf` is the flag of one block; `Findings` make the flag of a step of those of its blocks.
 """
 
 from __future__ import annotations
@@ -32,23 +31,18 @@ class FoundInf:
     """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
 
     ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
-    first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler of its iteration,
-    None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
+    first such tensor of a list, which ``name_of`` turns into a name. ``moves_scale`` tells whether a scale has moved by the flag.
     """
 
     is_clean = False  # whether the host knows that all were finite: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
     iteration: int | None = None  # its number, from 1, among the scaler's iterations; None in a CUDA graph
+    moves_scale = False
+    scaler: Any = None  # the loss scaler whose delayed check it is
 
-    def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
-        self.flag, self.scaler, self._name_of = flag, scaler, name_of
-        self.moves_scale = False
+    def __init__(self, flag: torch.Tensor, name_of: Callable[[Any], str] = repr) -> None:
+        self.flag, self._name_of = flag, name_of
         self.lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-
-    @classmethod
-    def clear(cls, device: torch.device, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> FoundInf:
-        """Return a clear flag on this device."""
-        return cls(constant(0.0, torch.float32, device).clone(), scaler, name_of)
 
     def agree(self, groups: Iterable[Any] = ()) -> None:
         """End the check. Processes of ``groups`` step together or not at all, so a flag that is set on one is set on all."""
@@ -58,29 +52,22 @@ class FoundInf:
 
     @functools.cached_property
     def overflowed(self) -> bool:
-        """Whether a gradient was not finite. Waits for the device."""
+        """Whether the flag is set. Waits for the device."""
         return not self.is_clean and is_set(self.flag)
-
-    def first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
-        for tensors, index in self.lists:
-            if 0 <= (first := int(arrived(index))) < len(tensors):
-                return self._name_of(tensors[first])
-        return None
 
     def sum_of_loss(self) -> float:
         """The sum of the loss: finite if all of it is, and 0.0 where no loss is known."""
         return 0.0 if self.loss is None else arrived(self.loss)
 
-    def cause(self, unnamed: Callable[[], str | None]) -> str:
+    def cause(self) -> str:
         """The iteration and its origin, ``iteration 7: the gradient of 'fc.weight'``, for a flag that the host knows."""
-        loss = self.sum_of_loss()
-        if math.isfinite(loss):
-            name = self.first_nonfinite() or unnamed()
-            origin = f"the gradient of {name}" if name else ""
-        else:
-            origin = f"the loss is {loss}"
-        return ": ".join(filter(None, (f"iteration {self.iteration}" if self.iteration else "", origin)))
+        known = [f"iteration {self.iteration}"] if self.iteration else []
+        if not math.isfinite(loss := self.sum_of_loss()):
+            return ": ".join([*known, f"the loss is {loss}"])
+        for tensors, index in self.lists:
+            if 0 <= (first := int(arrived(index))) < len(tensors):
+                return ": ".join([*known, f"the gradient of {self._name_of(tensors[first])}"])
+        return "".join(known)
 
     @classmethod
     def any_of(cls, findings: Sequence[FoundInf]) -> FoundInf:
@@ -91,7 +78,7 @@ class FoundInf:
         flag = first.flag
         if further:
             flag = torch.stack([flag, *[moved_to(finding.flag, flag.device) for finding in further]]).amax(0)
-        combined = cls(flag, name_of=first._name_of)
+        combined = cls(flag, first._name_of)
         combined.lists = [pair for finding in (first, *further) for pair in finding.lists]
         combined.is_clean = first.is_clean
         return combined
@@ -122,12 +109,10 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured that may read or write this tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_to_read(tensor: torch.Tensor) -> None:
-    """Raise where the host would have to wait for a graph that is being captured."""
     if is_capturing(tensor):
         raise ConfigurationError(
             "While a CUDA graph is captured the host cannot learn whether gradients are finite, and something asks: the step of an "
@@ -196,8 +181,9 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient._values()
 
 
-def bring_to(slots: list[Slot], factor: Scale) -> None:
-    """Multiply gradients that stay in ``.grad``, in their weights' precision, in which the backward pass adds to them."""
+def bring_to(slots: list[Slot], old: Scale, new: Scale) -> None:
+    """Bring gradients that stay in ``.grad`` to a new scale, in their weights' precision: the backward pass adds to them in it."""
+    factor = 1.0 if new is old else new / (moved_to(old, new.device) if isinstance(new, torch.Tensor) else old)
     is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
     inputs, outputs = [], []
     for slot in slots:
@@ -286,28 +272,23 @@ def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> tor
 class Findings:
     """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
 
-    A flag belongs to gradients: it is dropped where they are cleared or replaced. A step checks the gradients that it would use,
-    and reads the flags of the blocks that made them too. So it is skipped even if a script has repaired an overflow since, or
-    if the overflow was in gradients of another optimizer of the block.
+    See "A flag goes with its gradients" in NOTES.md.
     """
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
-        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
-        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        self._shared: FoundInf | None = None  # that of another optimizer's block, which made some of these gradients
-        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
-        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self.forget()
         #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
         self._beside: dict[Findings, FoundInf | None] = {}
         self.of_step: FoundInf | None = None  # the flag that decided the last step
         self.scaler: Any = None  # of the last block
-        self._scalers: list[Any] = []  # of the blocks whose flags decided the last step
-        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
+
+    def clear_flag(self) -> FoundInf:
+        return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
 
     def add(self, finding: FoundInf | None) -> None:
         """Note the flag of a block that has made gradients; None where it does not check them."""
-        self._checked = self._shared = None
+        self._checked = self.shared = None
         if finding is not None:
             before = self._found if self.new else None  # no step has used the flags of new blocks
             if finding not in self.new:  # else the flag of a delayed check, which this block ends
@@ -321,12 +302,8 @@ class Findings:
         self.scaler = scaler
         self._beside = {} if len(named) < 2 else {x.findings: None for x in named if x.findings is not self}
 
-    def share(self, finding: FoundInf) -> None:
-        """Note the flag of another optimizer's block, whose gradients this optimizer updates too. It holds until the next `add`."""
-        self._shared = finding
-
     def mark_checked(self, number: torch.Tensor) -> None:
-        """Let the next step judge the present gradients by a number that is finite if they are, instead of a check of its own."""
+        """Let the next step judge the present gradients by a number that is finite if they are."""
         self._checked = number, seen(self._gradients.params)
 
     def judge(self, checks: bool = False) -> FoundInf | None:
@@ -336,9 +313,8 @@ class Findings:
         """
         self._drop_of_others()
         new, self.new = self.new, []
-        self._scalers, apart = [self.scaler], []
+        apart = []
         for finding in new:
-            self._scalers.append(finding.scaler)
             if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
                 finding.scaler.update(finding)
             if not finding.moves_scale:
@@ -356,25 +332,17 @@ class Findings:
             elif not again.is_clean:
                 apart += [FoundInf(again.flag - before.flag)] if new else []
                 self._found = FoundInf.any_of([before, again])
-        if self._shared is not None:
-            self._found = self._shared if self._found is None else FoundInf.any_of([self._found, self._shared])
+        if self.shared is not None:
+            self._found = self.shared if self._found is None else FoundInf.any_of([self._found, self.shared])
         if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
             self._owner.scaling.scalers[0].count_apart(all_apart.flag)
         self._checked = None
         self.of_step = self._found
         return self._found
 
-    def forbid_step(self, checks: bool = False) -> bool:
-        """Whether this step is to be skipped, read from the device; a skip is reported."""
-        self.judge(checks)
-        if self.skipped:
-            self.report()
-        return self.skipped
-
     def report(self) -> None:
-        """Log a skip that the host knows of."""
-        for scaler in dict.fromkeys([*filter(None, self._scalers), *self._owner.scaling.scalers[:1]]):
-            scaler.report(wait=True, unnamed=self._first_nonfinite)
+        for scaler in dict.fromkeys(filter(None, [self.scaler, *self._owner.scaling.scalers])):
+            scaler.report(wait=True)
 
     @property
     def skipped(self) -> bool:
@@ -386,10 +354,13 @@ class Findings:
         self._judged = self._checked = None
 
     def forget(self) -> None:
-        """Forget the flags of gradients that are gone."""
-        self._found = self._judged = self._checked = self._shared = self._gradients.judged = None
-        self.new = []
-        self.came_through_no_block = False
+        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
+        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
+        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
+        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
+        self._gradients.judged = None
+        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def drop_cleared(self) -> None:
         """Forget the flags of gradients that were cleared. The flag of a block that has made no gradients stays."""
@@ -420,8 +391,7 @@ class Findings:
     def _is_settled(self) -> bool:
         """Whether the flag of the blocks still holds: no gradient was written to since they were judged.
 
-        torch counts no write through an alias, and none of a collective: a script may average gradients by hand, over
-        ``process_group`` or in a job of several processes without DDP. Processes that step together have agreed in the block.
+        Processes that step together have agreed in the block. Other collectives of a script are writes that torch does not count.
         """
         gradients, owner = self._gradients, self._owner
         if owner.process_group is not None:
@@ -440,17 +410,14 @@ class Findings:
         """Check the present gradients, on all processes that step together, and return the flag."""
         gradients = self._gradients
         if self._checked is not None and are_still(self._checked[1], gradients.params):
-            finding = FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
+            flag = self._checked[0].isfinite().logical_not().float().reshape(())
+            finding = FoundInf(flag, self._owner.name_of)
             finding.agree()
-            return finding
-        finding = FoundInf.clear(gradients.device, name_of=self._owner.name_of)
+            if finding.is_clean or not finding.flag.is_cpu:
+                return finding
+            # Else for the name: a number tells nothing about each gradient.
+        else:
+            finding = self.clear_flag()
         gradients.check(finding)
         finding.agree(gradients.process_groups)
         return finding
-
-    def _first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite now. Waits for the device."""
-        for slot in self._gradients.slots:
-            if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
-                return self._owner.name_of(slot.param)
-        return None

@@ -1,14 +1,13 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
-After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
-step as it does in torch. It is float32 where the weight's precision cannot hold it, which ``Tensor.grad_dtype`` allows.
+After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: see NOTES.md.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,15 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, clear_gradient, put_gradient, value_of
-from ..optimizers.scales import Scale, moved_to, norm_of, ratio
+from ..models.float32_values import Float32Value, clear_gradient, put_gradient
+from ..optimizers.scales import Scale, moved_to, norm_of
 from ..patching import PatchSet, Reference, SharedPatches
 from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
 from .reach import are_still, seen
 
-_CPU = torch.device("cpu")
 
-
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
     """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
 
@@ -34,36 +32,10 @@ class Slot:
     gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
     """
 
-    __slots__ = ("__weakref__", "master", "owners", "param", "stash")
-
-    def __init__(self, param: torch.Tensor, master: Float32Value | None = None) -> None:
-        self.param = param
-        self.master = master
-        self.owners = 0
-        self.stash: torch.Tensor | None = None
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """``param.grad`` as it is stored; a script that reads ``param.grad`` of a float32 weight gets it in float32."""
-        return stored_gradient(self.param)
-
-
-class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it; ``with_rests`` if weights have rests."""
-
-    def __init__(self, with_rests: bool) -> None:
-        self._with_rests = with_rests
-        self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
-
-    def of(self, params: Iterable[torch.Tensor]) -> Iterator[Slot]:
-        for param in params:
-            slot = self._slots.get(id(param))
-            if slot is None:
-                value = value_of(param) if self._with_rests else None
-                if value is not None and value.rest is None:  # made of cast weights since, by a parametrization
-                    value.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-                slot = self._slots[id(param)] = Slot(param, value)
-            yield slot
+    param: torch.Tensor
+    master: Float32Value | None = None
+    owners: int = 0
+    stash: torch.Tensor | None = None
 
 
 class State(enum.Enum):
@@ -75,66 +47,21 @@ class State(enum.Enum):
     IN_BLOCK = "earlier ones in stashes, or with the fresh ones in p.grad; fresh ones at the scale of the block"
 
 
-#: The refused transitions, by verb and state. Every other one is allowed.
+#: What a script may not do while a block is open. Every other transition is allowed.
 _REFUSED = {
-    ("step", State.IN_BLOCK): (
+    "step": (
         "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block first: step() "
         "belongs on the level of `with`, not inside it."
     ),
-    ("clip", State.IN_BLOCK): (
+    "clip": (
         "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
     ),
-    ("open", State.IN_BLOCK): (
+    "open": (
         "scale_loss was entered inside of another scale_loss block. Leave the first block before entering the second: gradients of "
         "several losses add up across blocks. Of threads that train at once, each calls initialize() for its own models and "
         "optimizers."
     ),
 }
-
-
-class Clipping:
-    """The clipping that ``clip_grad_norm_`` leaves to the step, which applies it while it reads gradients of weights with rests.
-
-    ``pending`` is the product of all clippings since the gradients came, None without any: every step over the same gradients
-    multiplies what it reads by it. The gradients of the next block are added to clipped ones, see `Gradients.widen`.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the clipping of gradients that are replaced or gone."""
-        self.pending: torch.Tensor | None = None
-        self._clipped: list[tuple[Slot, Any]] = []  # and their gradients as they were then
-        self._is_used = False
-
-    def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
-        """Multiply the clipping of these slots' gradients by a further coefficient."""
-        self.pending = coefficient if self.pending is None else self.pending * coefficient
-        self._clipped = [(slot, seen([slot.param])) for slot in slots]
-        self._is_used = False
-
-    def check_writes(self, refuses: bool = True) -> None:
-        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
-        for slot, before in self._clipped:
-            if are_still(before, [slot.param]):
-                continue
-            if self._is_used:
-                return self.forget()
-            if refuses and slot.gradient is not None:
-                raise ConfigurationError(
-                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
-                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
-                )
-        return None
-
-    def hold_none(self) -> None:
-        """Stop noticing writes to clipped gradients."""
-        self._clipped = []
-
-    def end_step(self) -> None:
-        """Note that a step has used the clipping."""
-        self._is_used = True
 
 
 def _clip_narrow_gradients(
@@ -161,74 +88,44 @@ torchs_clipping = SharedPatches(_patch_clipping)
 
 
 class Gradients:
-    """The gradients of one optimizer: a `State`, and the methods that change it (docs/architecture.md draws them).
-
-    ``scale`` is that of the block, or of the gradients that wait. ``process_groups`` are the groups of processes that have to agree
-    whether to step: the ``process_group`` of `initialize`, and those that the parameters lie on.
-    """
+    """The gradients of one optimizer: a `State`, and the methods that change it (docs/architecture.md draws them)."""
 
     def __init__(self, process_group: Any = None) -> None:
+        self._of_script = [] if process_group is None else [process_group]
         self.slots: list[Slot] = []
-        self.stored: list[Slot] = []  # the slots of weights in lower precision with rests
-        self.params: list[torch.Tensor] = []  # the parameters of ``slots``, and their ids
-        self.ids: set[int] = set()
-        self.process_groups = self._of_script = [] if process_group is None else [process_group]
+        self.hold(())
         self.state = State.READY
-        self.scale: Scale = 1.0
-        self._before = State.READY  # the state before the open block
+        self.scale: Scale = 1.0  # of the block, or of gradients that wait
+        self.before = State.READY  # the state before the open block; if it is another, gradients stay in p.grad
         self.holder: Any = None  # that block, and whether it holds these gradients by a guess
         self._is_guess = False
         self.judged: tuple[Slot, Reference] | None = None  # the first gradient that a block has judged
-        self.clipping = Clipping()
+        self.forget_clipping()
 
-    def add(self, slots: Iterable[Slot]) -> None:
-        """Add slots, each once. Where the iterator ``slots`` raises, the slots before stay added."""
-        known = set(self.slots)
-        for slot in slots:
-            if slot not in known:
-                known.add(slot)
-                slot.owners += 1
-                self.slots.append(slot)
-                self.params.append(slot.param)
-                self.ids.add(id(slot.param))
-                if slot.master is not None:
-                    self.stored.append(slot)
-        self.process_groups = list(
-            dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._of_script])
-        )
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """Hold these slots, each once, and no others."""
+        before, self.slots = self.slots, list(dict.fromkeys(slots))
+        for slot in self.slots:
+            slot.owners += 1
+        for slot in before:
+            slot.owners -= 1
+        self.stored = [slot for slot in self.slots if slot.master is not None]  # of weights with rests
+        self.params = [slot.param for slot in self.slots]
+        self.ids = set(map(id, self.params))
+        # The processes that have to agree whether to step: those of `initialize`, and those that the parameters lie on.
+        self.process_groups = list(dict.fromkeys([*process_groups(self.params), *self._of_script]))
 
     @property
     def device(self) -> torch.device:
         """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
-        return self.slots[0].param.device if self.slots else _CPU
-
-    def drop(self, ids: set[int]) -> None:
-        """Drop the slots of these parameters, which another optimizer holds."""
-        if ids:
-            kept = [slot for slot in self.slots if id(slot.param) not in ids]
-            self.forget_slots()
-            self.add(kept)
-
-    def forget_slots(self) -> None:
-        """Drop all slots."""
-        for slot in self.slots:
-            slot.owners -= 1
-        self.slots.clear()
-        self.stored.clear()
-        self.params.clear()
-        self.ids.clear()
+        return self.slots[0].param.device if self.slots else torch.device("cpu")
 
     def refuse(self, verb: str) -> None:
-        """Raise `ConfigurationError` where a script may not do this now. First release guesses of a block that got no gradient."""
+        """Raise `ConfigurationError` while a block holds the gradients. First release guesses of a block that got no gradient."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
             self.put_back(BackwardPass(self.scale))
-        if (verb, self.state) in _REFUSED:
-            raise ConfigurationError(_REFUSED[verb, self.state])
-
-    @property
-    def stay(self) -> bool:
-        """Whether earlier gradients stay in ``param.grad`` while the backward pass of the open block adds to them."""
-        return self._before is not State.READY
+        if self.state is State.IN_BLOCK:
+            raise ConfigurationError(_REFUSED[verb])
 
     @property
     def has_fresh(self) -> bool:
@@ -247,14 +144,14 @@ class Gradients:
         """
         if self.state is State.IN_BLOCK:
             self.refuse("open")
-        if self.clipping.pending is not None:
+        if self.clip is not None:
             self.widen()
         # First, so that an interruption of the rest can be undone.
-        self._before, self.holder, self._is_guess = self.state, holder, is_guess
+        self.before, self.holder, self._is_guess = self.state, holder, is_guess
         if self.state is State.READY:
             self.stash(self.slots, copies)
         else:
-            bring_to(self.slots, ratio(scale, self.scale if self.state is State.WAITING else 1.0))
+            bring_to(self.slots, self.scale if self.state is State.WAITING else 1.0, scale)
         self.state, self.scale = State.IN_BLOCK, scale
 
     @staticmethod
@@ -274,13 +171,13 @@ class Gradients:
 
         Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
         """
-        if self._before is State.LOCAL:
+        if self.before is State.LOCAL:
             self.collect(BackwardPass(backward.scale, local=True), None)
-        elif self._before is State.READY:
+        elif self.before is State.READY:
             for slot in backward.take(self.slots):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
-        self.state, self.holder = self._before, None
+        self.state, self.holder = self.before, None
 
     def keep_scaled(self, scale: Scale) -> None:
         """Leave all gradients in ``param.grad`` at ``scale``, after a backward pass with ``delay_unscale=True``."""
@@ -325,8 +222,8 @@ class Gradients:
 
         Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
         """
-        if self.clipping.pending is not None:
-            self.clipping.check_writes(refuses)
+        if self.clip is not None:
+            self.check_clipped(refuses)
         if self.state is State.IN_BLOCK:
             return True
         for slot in self.stored:
@@ -349,7 +246,7 @@ class Gradients:
 
     def in_float32(self) -> dict[Slot, torch.Tensor]:
         """Return the gradients of weights with rests in float32, clipped: ``param.grad`` itself where it needs no change."""
-        clip, result = self.clipping.pending, {}
+        clip, result = self.clip, {}
         inputs, outputs = [], []
         for slot in self.stored:
             gradient = slot.param.grad
@@ -373,12 +270,11 @@ class Gradients:
         are_judged = self.are_judged
         for slot, gradient in self.in_float32().items():
             put_gradient(slot.param, gradient)
-        self.clipping.forget()
+        self.forget_clipping()
         if are_judged:
             self.note_judged()
 
     def note_judged(self) -> None:
-        """Note that a block has judged the present gradients."""
         self.judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
@@ -392,13 +288,35 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
-        plain = [slot.gradient for slot in self.slots if slot.master is None and slot.gradient is not None]
-        plain = list(map(values_of, plain))
+        plain = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
+        plain = [values_of(gradient) for gradient in plain if gradient is not None]
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
-            self.clipping.add(coefficient, self.stored)
+            self.clip = coefficient if self.clip is None else self.clip * coefficient
+            self.clipped = [(slot, seen([slot.param])) for slot in self.stored]
+            self.clip_is_used = False
             if any(slot.owners > 1 for slot in self.stored):
                 self.widen()
+
+    def check_clipped(self, refuses: bool = True) -> None:
+        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
+        for slot, before in self.clipped:
+            if are_still(before, [slot.param]):
+                continue
+            if self.clip_is_used:
+                return self.forget_clipping()
+            if refuses and stored_gradient(slot.param) is not None:
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
+                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
+                )
+        return None
+
+    def forget_clipping(self) -> None:
+        #: The product of all clippings since the gradients came: a step multiplies gradients of weights with rests by it.
+        self.clip: torch.Tensor | None = None
+        self.clipped: list[tuple[Slot, Any]] = []  # slots of these weights, and their gradients as they were then
+        self.clip_is_used = False  # by a step
 
     def check(self, finding: FoundInf) -> None:
         """Set the flag of ``finding`` where a present gradient is not finite, on this process."""
@@ -413,10 +331,10 @@ class Gradients:
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        clip = self.clipping.pending
+        clip = self.clip
         plain, clipped = [], []
         for slot in self.slots:
-            if (gradient := slot.gradient) is not None:
+            if (gradient := stored_gradient(slot.param)) is not None:
                 (plain if clip is None or slot.master is None else clipped).append(values_of(gradient))
         norms = [norm for norm in (norm_of(plain), norm_of(clipped)) if norm is not None]
         if clipped:
@@ -440,7 +358,7 @@ class Gradients:
                     slot.param.grad = None
                 elif set_to_none:
                     clear_gradient(slot.param)
-                elif (gradient := slot.gradient) is not None:
+                elif (gradient := stored_gradient(slot.param)) is not None:
                     if gradient.grad_fn is not None:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
@@ -448,15 +366,16 @@ class Gradients:
     def forget(self) -> None:
         """Forget the state and the clipping of gradients that are gone."""
         if self.state is State.IN_BLOCK:
-            self._before = State.READY
+            self.before = State.READY
         else:
             self.state = State.READY
-        if self.clipping.pending is not None:
-            self.clipping.forget()
+        if self.clip is not None:
+            self.forget_clipping()
 
     def zero_where(self, flag: torch.Tensor, all_of_them: bool = True) -> None:
         """Write zeros where ``flag`` is not 0, on its device: to all gradients, or to those that several optimizers share."""
         for slot in self.slots:
-            if slot.gradient is not None and (all_of_them or slot.owners > 1):
-                gradient = values_of(slot.gradient).detach()
+            gradient = stored_gradient(slot.param) if all_of_them or slot.owners > 1 else None
+            if gradient is not None:
+                gradient = values_of(gradient).detach()
                 gradient.masked_fill_(moved_to(flag, gradient.device) != 0, 0.0)

@@ -1,16 +1,14 @@
 """The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps.
 
-The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` runs a kernel that
-updates them from the flag of a block. Nothing waits: a `HostCopy` arrives later; its changes are logged (skips from 3 to 5).
+`LossScaler.update` runs a kernel that moves a `ScaleState` on the device of the gradients. A `HostCopy` of it arrives later.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ import torch
 
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
-from ..logs import is_rank_zero, logger
+from ..logs import logger
 from ..optimizers.scales import moved_to, refuse_to_begin
 from .found_inf import FoundInf, arrived, is_capturing, refuse_to_read
 
@@ -71,7 +69,6 @@ class DynamicLossScale:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 
@@ -80,11 +77,7 @@ def _is_count(value: object) -> bool:
 
 
 class ScaleState(NamedTuple):
-    """The words of ``kernels.update_scale``: the scale (float32) and counts (int32).
-
-    ``skips_apart`` counts skips that move no scale: under ``no_sync()``, in a block that did not name the optimizer, or for
-    gradients that stopped being finite after the block.
-    """
+    """The words of ``kernels.update_scale``: the scale (float32) and counts (int32)."""
 
     scale: float
     unskipped: int
@@ -92,11 +85,7 @@ class ScaleState(NamedTuple):
     skips: int = 0
     skips_in_a_row: int = 0
     skips_at_floor: int = 0
-    skips_apart: int = 0
-
-    @classmethod
-    def of(cls, words: Sequence[int]) -> ScaleState:
-        return cls(*struct.unpack("f", struct.pack("i", words[0])), *words[1:])
+    skips_apart: int = 0  # of those that move no scale, see `LossScaler.report`
 
 
 class HostCopy:
@@ -127,7 +116,8 @@ class HostCopy:
     def read(self, wait: bool = False) -> ScaleState:
         """Return the words that have arrived, or with ``wait`` the present ones."""
         self._is_sent = False
-        return ScaleState.of((self._words if wait else self._pinned).tolist())
+        words = (self._words if wait else self._pinned).tolist()
+        return ScaleState(*struct.unpack("f6i", struct.pack("7i", *words)))
 
 
 class LossScaler:
@@ -147,16 +137,15 @@ class LossScaler:
         on_floor: str = "raise",
         as_apex: bool = False,
     ) -> None:
-        rule = DynamicLossScale() if loss_scale is None else loss_scale
-        self.dynamic = isinstance(rule, DynamicLossScale)
-        self.rule = rule if isinstance(rule, DynamicLossScale) else DynamicLossScale()
+        self.rule = loss_scale if isinstance(loss_scale, DynamicLossScale) else DynamicLossScale()
+        self.dynamic = not isinstance(loss_scale, (int, float))
         self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
         self.loss_id, self.on_floor = loss_id, on_floor
         #: The flag of blocks with ``delay_overflow_check=True``: part of the iteration that the next block ends.
         self.delayed_check: FoundInf | None = None
-        first = float(rule.init_scale if self.dynamic else rule)
-        if self.dynamic:
-            first = max(self.min_loss_scale, min(self.max_loss_scale, first))
+        first = max(self.min_loss_scale, min(self.max_loss_scale, float(self.rule.init_scale)))
+        if isinstance(loss_scale, (int, float)):
+            first = float(loss_scale)
         #: The last state that the host has read, and the last that it has reported; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
@@ -188,10 +177,6 @@ class LossScaler:
     @unskipped.setter
     def unskipped(self, value: int) -> None:
         self._write(unskipped=int(value))
-
-    @property
-    def skips_in_a_row(self) -> int:
-        return self.synchronize().skips_in_a_row
 
     def change_rule(
         self,
@@ -240,7 +225,7 @@ class LossScaler:
         if isinstance(finding, torch.Tensor):
             finding = FoundInf(finding)
             finding.agree()
-        finding.scaler, finding.moves_scale = self, moves_scale
+        finding.moves_scale = moves_scale
         if self.delayed_check is finding:
             self.delayed_check = None
         if self._state is None or self._state.device != finding.flag.device:
@@ -250,7 +235,7 @@ class LossScaler:
         self._snapshot = None
         self._has_news = self._has_news or not finding.is_clean
         self._iterations += 1
-        finding.iteration = None if is_capturing(finding.flag) else self._iterations
+        finding.iteration = None if finding.flag.is_cuda and is_capturing(finding.flag) else self._iterations
         self._recent.append(finding)
         self._copy.send(self._iterations)
         return finding
@@ -264,17 +249,13 @@ class LossScaler:
         self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
-        """Move the state to this device."""
         refuse_to_begin("the loss scale", device)
-        known = self.synchronize()
-        words = torch.tensor([0, *known[1:]], dtype=torch.int32)
-        words.view(torch.float32)[0] = known.scale
-        state = words.to(device)
+        words = struct.unpack("7i", struct.pack("f6i", *self.synchronize()))
+        state = torch.tensor(words, dtype=torch.int32, device=device)
         self._scale, self._copy, self._snapshot = state.view(torch.float32)[0], HostCopy(state), None
         self._state = state  # last: another thread may read the scale meanwhile
 
     def _write(self, **changes: float) -> None:
-        """Change words of the state."""
         self._known, self._snapshot = self.synchronize()._replace(**changes), None
         if self._state is not None:
             self._scale.fill_(self._known.scale)
@@ -299,13 +280,11 @@ class LossScaler:
         self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
         return True
 
-    def report(
-        self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
-    ) -> bool:
+    def report(self, *, wait: bool = False, raises: bool = True) -> bool:
         """Log the steps that were skipped since the last report, if that is known, or with ``wait``; returns whether there are any.
 
         Raises `LossScaleError` after 50 skips in a row at the floor, where nothing will change by itself; with ``raises=False`` the
-        next report does. ``unnamed`` names a parameter whose gradient is not finite where no kernel has noted one.
+        next report does.
         """
         if wait:
             self.synchronize()
@@ -321,12 +300,12 @@ class LossScaler:
         skips = self._known.skips - told.skips
         reached = self._iterations if wait else self._copy.iteration  # the last iteration whose skips are known
         if skips:
-            newest = self._newest_skip(reached)
-            is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
-            cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
+            known = [x for x in self._recent if x.moves_scale and (x.iteration is None or x.iteration <= reached)]
+            newest = next((finding for finding in reversed(known) if arrived(finding.flag)), None)
+            cause = "" if newest is None or self._as_apex else newest.cause()
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
             logger.info(self.overflow_line() + (f" ({details})" if details else ""))
-            self._diagnose(skips, newest, unnamed)
+            self._diagnose(skips, newest)
         # Every replay of a CUDA graph writes to what it has captured.
         self._recent = deque(
             (finding for finding in self._recent if finding.iteration is None or finding.iteration > reached), maxlen=8
@@ -337,18 +316,11 @@ class LossScaler:
         self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
-    def _newest_skip(self, reached: int) -> FoundInf | None:
-        """The flag of the last skipped iteration that was not reported, up to ``reached``; None without any."""
-        for skip in reversed(self._recent):
-            if skip.moves_scale and (skip.iteration is None or skip.iteration <= reached) and arrived(skip.flag):
-                return skip
-        return None
-
-    def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
+    def _diagnose(self, skips: int, newest: FoundInf | None) -> None:
         """Warn after 25 skips in a row, with their cause. After 50 at the floor prepare the error that ends the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         if _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS):
-            cause = newest.cause(unnamed) if newest is not None else ""
+            cause = newest.cause() if newest is not None else ""
             last = f" ({cause})" if cause else ""
             logger.warning("Loss scaler %d: %d steps in a row were skipped%s. %s", self.loss_id, row, last, DIAGNOSE)
         if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):
@@ -366,7 +338,6 @@ class LossScaler:
                 self._error = None
 
     def overflow_line(self) -> str:
-        """The line that reports a skipped step."""
         if self.is_one:
             return "Gradients are not finite: this step is skipped. Look for inf or NaN in the batch, the loss or the weights."
         if not self.dynamic:
@@ -420,7 +391,14 @@ def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
     """Load what `save_scalers` wrote, or with None only check it. If session counts differ, the newest match."""
-    _refuse_foreign_keys(state)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if unexpected:
+        raise CheckpointError(
+            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
+            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
+        )
     for scaler_state in state.values():
         validate_scaler_state(scaler_state)
     if groups is None:
@@ -448,17 +426,6 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
             )
         for scaler, scaler_state in zip(group, entries):
             scaler.load_state_dict(scaler_state)
-
-
-def _refuse_foreign_keys(state: object) -> None:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
-    unexpected = [key for key in state if "loss_scaler" not in str(key)]
-    if unexpected:
-        raise CheckpointError(
-            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
-            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
-        )
 
 
 def validate_scaler_state(state: object) -> None:

@@ -8,6 +8,7 @@ wrapper itself sits on the optimizer and lives as long as it does. Optimizers ar
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,19 +27,22 @@ from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
-from ..optimizers.traits import Traits, evaluates_once, hand_over, has_hooks
+from ..models.float32_values import value_of
+from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
-from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
+from ..registry import WRAPPER_KEY, wrapper_refs
 from .advice import Advice
 from .found_inf import Findings
-from .gradients import Gradients, Slots, State
-from .loss_scale import LossScaler
+from .gradients import Gradients, Slot, State
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
-from .ways import ITS_OWN, ONE_PASS, OnePassStep, Way, choose
+from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
 
+# The hooks of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
+_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 _AMID_UPDATE = (
     "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
     "checkpoint."
@@ -48,19 +52,16 @@ _AMID_UPDATE = (
 class OptimizerWrapper:
     """The wrapper of an optimizer of a session (``owner``): slots, gradients, their flags, and methods that replace its own."""
 
-    def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
+    def __init__(self, optimizer: Any, owner: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.owner = owner
         self.advice: Advice = owner.scaling.advice
         self._patches = PatchSet()
-        self.delayed_with: LossScaler | None = None
         self.active = True
         self.traits = Traits.of(optimizer)
         self.gradients = Gradients(owner.process_group)
         self.findings = Findings(self.gradients, owner)
-        self.one_pass = OnePassStep(optimizer, self.gradients)
-        self._told_of: set[str] = set()  # logged reasons for steps over stand-ins
-        self._slots = slots
+        self.one_pass = OnePassStep(self.gradients)
         self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
         self.has_lent = False  # whether a script may hold loans of `master_params`
         try:
@@ -77,8 +78,9 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
                 self._replace(inner, "step", self._step_of_inner)
-            hand_over(optimizer, True)
-            add_wrapper(self)
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.hooks.follow(optimizer, none=True)  # the session checks gradients
+            wrapper_refs.append(weakref.ref(self, wrapper_refs.remove))
         except BaseException:
             self.detach()
             raise
@@ -87,23 +89,23 @@ class OptimizerWrapper:
         """Restore the optimizer's methods, and leave its state in float32. Weights are restored with the models."""
         if self.gradients.state is not State.IN_BLOCK:
             self.settle(refuses=False)
-            if self.gradients.clipping.pending is not None:
+            if self.gradients.clip is not None:
                 self.gradients.widen()
             self.findings.zero_skipped(closes=True)
             self.one_pass.give_counts_back(self.optimizer())
         self.active = False
-        remove_wrapper(self)
+        wrapper_refs[:] = [ref for ref in wrapper_refs if ref() is not self]
         self._patches.restore()
-        hand_over(self.optimizer(), False)
+        if isinstance(optimizer := self.optimizer(), FusedOptimizer):
+            optimizer.hooks.follow(optimizer)
         for state, cast in self.state_cast(torch.float32):
             state.update(cast)
-        self.gradients.forget_slots()
+        self.gradients.hold(())
 
     def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The state of each parameter that trains in lower precision, with a cast of it to ``dtype``, or to the parameter's."""
         optimizer = self.optimizer()
-        keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
-        state = {} if getattr(optimizer, keeps, False) else optimizer.state
+        state = {} if getattr(optimizer, "keeps_float32_state", False) else optimizer.state
         return [
             (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
             for slot in self.gradients.slots
@@ -208,7 +210,8 @@ class OptimizerWrapper:
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if callable(closure):
             kwargs.pop("closure", None)
-            if not evaluates_once(self.optimizer()):
+            optimizer = self.optimizer()
+            if not is_known(optimizer) or isinstance(optimizer, torch.optim.LBFGS):  # it may evaluate its closure again
                 step = functools.partial(original, *rest, **kwargs)
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
@@ -224,10 +227,15 @@ class OptimizerWrapper:
             begin_step(optimizer)
         self.settle()
         way, reason = choose(self)
-        if reason is not None and self.gradients.stored:
-            self._tell_of_copies(reason)
-        hooked = has_hooks(optimizer)
-        if hooked and self.gradients.clipping.pending is not None:
+        kind = type(optimizer)
+        if reason is not None and self.gradients.stored and self.owner.plan.one_pass_step and kind in ONE_PASS:
+            if self.advice.is_first(f"{kind.__name__} over copies: {reason}"):
+                logger.info(
+                    "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
+                    *(kind.__name__, reason),
+                )
+        hooked = _has_hooks(optimizer)
+        if hooked and self.gradients.clip is not None:
             self.gradients.widen()  # scripts look at gradients there
         return self._take(way, functools.partial(original, *args, **kwargs), hooked)
 
@@ -257,17 +265,6 @@ class OptimizerWrapper:
             if not isinstance(error, AmpkitError):
                 error.add_note(_AMID_UPDATE)
             raise
-
-    def _tell_of_copies(self, reason: str) -> None:
-        """Log once for each reason that a step runs over float32 copies, which costs time and memory."""
-        kind = type(self.optimizer())
-        if reason not in self._told_of and self.owner.plan.one_pass_step and kind in ONE_PASS:
-            logger.info(
-                "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                kind.__name__,
-                reason,
-            )
-        self._told_of.add(reason)
 
     def checks_step(self, way: Way | None = None) -> bool:
         """Whether a step checks gradients that no block has checked, as at loss scale 1.
@@ -337,8 +334,7 @@ class OptimizerWrapper:
     def end_step(self, skipped: bool = False) -> None:
         """End a step that was taken, or ``skipped`` for gradients that are not finite."""
         optimizer = self.optimizer()
-        if self.gradients.clipping.pending is not None:
-            self.gradients.clipping.end_step()
+        self.gradients.clip_is_used = True
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
         if self.owner.statistics.changed:
@@ -394,24 +390,33 @@ class OptimizerWrapper:
 
     def _know_params(self, params: list[Tensor]) -> None:
         self.owner.train(params)
-        self.gradients.add(self._slots.of(params))
+        known, slots = self.owner.scaling.slots, self.gradients.slots.copy()
+        for param in params:
+            slot = known.get(id(param))
+            if slot is None:
+                value = value_of(param) if self.owner.plan.master_weights else None
+                if value is not None and value.rest is None:  # made of cast weights since, by a parametrization
+                    value.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                slot = known[id(param)] = Slot(param, value)
+            slots.append(slot)
+        self.gradients.hold(slots)
         self._params = params
 
 
 def drop_casts() -> None:
-    """Forget the casts of weights."""
     casting = active_casting()
     if casting is not None:
         casting.caches.drop()
 
 
-def keep_casts_to_step(named: Sequence[OptimizerWrapper]) -> None:
-    """Keep the casts of these optimizers' weights for further micro-batches, until `drop_casts`."""
-    casting = active_casting()
-    if casting is not None:
-        casting.caches.keep_to_step(tuple(slot.param for wrapper in named for slot in wrapper.gradients.slots))
-
-
 def _casting_disabled() -> Any:
     casting = active_casting()
     return casting.disabled() if casting is not None else nullcontext()
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+        optimizer, "_optimizer_step_post_hooks", None
+    )
+    return hooks is not None and bool(hooks or _pre_hooks_of_all or _post_hooks_of_all)

@@ -1,13 +1,14 @@
-"""The gradients that a backward pass writes to, and the block that it belongs to.
+"""The gradients that a script's calls of torch write to or read, and the blocks that these belong to.
 
-``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block the
-block first holds the gradients that the graph of the loss leads to: those of optimizers of other sessions, and of tensors that
-no initialized optimizer updates. Outside of all blocks, a wrapper whose gradients a pass writes to notes it for the step.
+While a session lives, `calls_of_torch` patches the functions of torch that run a backward pass, clip gradients, or unscale them
+for a GradScaler. A `scale_loss` block first holds the gradients that the graph of its loss leads to: those of other sessions'
+optimizers, and of tensors without one. Outside of all blocks, a wrapper whose gradients a pass writes to notes it for the step.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
+from ..errors import ConfigurationError
 from ..events import listeners, telling
-from ..patching import Reference, SharedPatches
+from ..patching import PatchSet, Reference, SharedPatches, by_tensor
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -35,9 +37,9 @@ class Reached(NamedTuple):
     has_python: bool
     nodes: Collection[Any] = ()
 
-    def may_write_to(self, ids: set[int]) -> bool:
-        """Whether a backward pass may write to the gradient of a tensor with one of these ids."""
-        return self.has_python or any([id(leaf) in ids for leaf in self.leaves])
+    def has(self, ids: set[int]) -> bool:
+        """Whether a tensor with one of these ids is among the leaves."""
+        return any([id(leaf) in ids for leaf in self.leaves])
 
 
 def node_of(root: torch.Tensor | GradientEdge) -> Any:
@@ -63,11 +65,6 @@ def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
     return Reached(leaves, has_python, met)
 
 
-def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    reached = leaves_of([tensor.grad_fn for tensor in tensors])
-    return reached.leaves, reached.has_python
-
-
 def _seen(params: list[torch.Tensor]) -> Any:
     return [None if grad is None else (Reference(grad), grad._version) for grad in (param.grad for param in params)]
 
@@ -79,7 +76,9 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
 
 
 _library = dispatch().library
-leaves_behind: Callable[[list[torch.Tensor]], Any] = _leaves_behind if _library is None else _library.leaves_of
+leaves_behind: Callable[[list[torch.Tensor]], Any] = (
+    (lambda tensors: leaves_of([tensor.grad_fn for tensor in tensors])[:2]) if _library is None else _library.leaves_of
+)
 """Return the leaves that the graphs of tensors lead to, and whether a function in Python is among the nodes."""
 seen = _seen if _library is None else _library.seen
 """Return the present gradients of a list of parameters, for `are_still`, without keeping them alive."""
@@ -92,20 +91,19 @@ open_blocks: list[Any] = []
 
 
 #: Results of functions on which a script has called ``x.retain_grad()``.
-retained_refs: list[Reference] = []
+retaining = by_tensor()
 
 
-def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results in the graphs of ``tensors`` on which a script has called ``retain_grad()``."""
-    nodes = leaves_of(map(node_of, tensors)).nodes
-    return [result for ref in tuple(retained_refs) if (result := ref()) is not None and result.grad_fn in nodes]
+def retained(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Results in the graph of ``tensor`` on which a script has called ``retain_grad()``."""
+    nodes = leaves_of([tensor.grad_fn]).nodes
+    return [result for result in list(retaining) if result.grad_fn in nodes]
 
 
 def _retain_grad(original: Callable, tensor: torch.Tensor) -> None:
-    """Call ``Tensor.retain_grad``, and note a tensor that is no leaf in `retained_refs`."""
     original(tensor)
-    if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
-        retained_refs.append(Reference(tensor, retained_refs.remove))
+    if not tensor.is_leaf and not _compiling():
+        retaining[tensor] = None
 
 
 retained_results = SharedPatches(lambda patches: patches.put_around(torch.Tensor, "retain_grad", _retain_grad))
@@ -171,3 +169,39 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
         leaves = leaves_of(map(node_of, roots)).leaves
     ids = {id(leaf) for leaf in leaves}
     return [(wrapper, wrapper.advice.passes) for wrapper in scaled if not ids.isdisjoint(wrapper.gradients.ids)]
+
+
+# Other calls of torch
+
+
+def _group(original: Callable, lists: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise where torch.nn.utils clips or measures gradients that are still scaled; with Apex's policy warn."""
+    for wrapper in wrappers():
+        if not wrapper.holds_scaled(lists[0]):
+            continue
+        if wrapper.owner.plan.policy.base != "apex":  # Apex lets such scripts run on
+            raise ConfigurationError(
+                "torch.nn.utils was to clip or measure gradients that are still multiplied by the loss scale, so that nearly "
+                "all of them would be clipped away. Call it after the scale_loss block, on the level of `with` (with "
+                "delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
+            )
+        wrapper.advice.tell("scaled", "A clipping or a norm of torch.nn.utils was asked for")
+    return original(lists, *args, **kwargs)
+
+
+def _unscale(original: Callable, grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn where a ``torch.amp.GradScaler`` unscales for an optimizer with a loss scale, in ``step`` or ``unscale_``."""
+    for wrapper in wrappers():
+        if wrapper.optimizer() is optimizer and wrapper.has_scale:
+            wrapper.advice.tell("GradScaler", type(optimizer).__name__)
+            wrapper.findings.came_through_no_block = False
+    return original(grad_scaler, optimizer, *args, **kwargs)
+
+
+def _patch(patches: PatchSet) -> None:
+    patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
+    patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _group)
+    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale)
+
+
+calls_of_torch = SharedPatches(_patch)

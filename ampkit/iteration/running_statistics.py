@@ -41,7 +41,7 @@ class RunningStatistics:
         has_others = statistics.additions != registry.additions
         if has_others:
             statistics.look_in(model)
-        if statistics.places and statistics.are_training:
+        if statistics.places and any([attributes["training"] for attributes, _ in statistics.places]):
             if has_others or statistics not in changed:
                 statistics.keep_finite()
             self.changed.append(statistics)
@@ -64,16 +64,10 @@ class _Statistics:
         self._last_of: dict[tuple[int, str], torch.Tensor] = {}  # views of these, by place
 
     def look_in(self, model: nn.Module) -> None:
-        """Find the layers that the model has now."""
         self.additions = registry.additions
         self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
         self._last_of = {place: last for place, last in self._last_of.items() if place in here}
-
-    @property
-    def are_training(self) -> bool:
-        """Whether a forward changes some of the statistics."""
-        return any([attributes["training"] for attributes, _ in self.places])
 
     @torch.no_grad()
     def keep_finite(self) -> None:

@@ -1,14 +1,12 @@
 """Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests.
 
-An optimizer holds the model's own parameters. During its step `StandIns` puts float32 parameters with the values and gradients of
-the weights into its groups, and moves its state to them. Afterwards the new values are split into weights and rests. The weights
-keep their dtype: a change would lose DDP's hooks.
+See "Optimizers hold the model's parameters" in NOTES.md.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import ClosureError, ConfigurationError
-from ..optimizers.traits import is_known
 from ..registry import WRAPPER_KEY
 from .gradients import Gradients, Slot
+from .ways import is_known
 
 
 class StandIns:
@@ -89,7 +87,6 @@ class StandIns:
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Give the stand-ins the values and gradients of the model."""
         slots = self._gradients.stored
         for slot in slots:
             slot.master.loans.end(slot.master)
@@ -100,7 +97,6 @@ class StandIns:
         self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Give the stand-ins the gradients of the model, in float32."""
         gradients = self._gradients.in_float32()
         for slot in self._gradients.stored:
             self._of[slot].grad = gradients.get(slot)
@@ -110,7 +106,6 @@ class StandIns:
 
     @torch.no_grad()
     def put_into_model(self) -> None:
-        """Split the stand-ins' values into weights and rests."""
         if not self._moves:
             self._refuse_steps_past()
         slots = self._gradients.stored
@@ -150,8 +145,6 @@ def inner_optimizers(optimizer: Any) -> Sequence[Any]:
 
 # A step that evaluates its closure several times, as LBFGS does, or may
 
-Wrapper = Any  # of optimizer_wrapper.py, which imports this module
-
 
 class _SkippedInClosure(Exception):
     """The exception that unwinds an optimizer whose closure met an overflow."""
@@ -165,12 +158,14 @@ _SECOND_EVALUATION = (
 
 
 def step_evaluating_again(
-    wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
+    wrapper: Any, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
     """Take a step that may evaluate its closure again, with its present values in the model. An overflow undoes the step."""
     wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
-    before = _copies(wrapper.gradients.slots)
+    values = [slot.param.detach() for slot in wrapper.gradients.slots]
+    values += [slot.master.rest for slot in wrapper.gradients.stored]
+    before = [value.clone() for value in values]
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
@@ -182,7 +177,9 @@ def step_evaluating_again(
         with getattr(casting_off, "paused", nullcontext)():  # as where step() was called
             loss = closure()
         wrapper.settle()
-        if wrapper.findings.forbid_step(wrapper.checks_step()):
+        wrapper.findings.judge(wrapper.checks_step())
+        if wrapper.findings.skipped:
+            wrapper.findings.report()
             raise _SkippedInClosure
         if stand_ins.are_in_place:
             stand_ins.take_gradients()
@@ -193,20 +190,14 @@ def step_evaluating_again(
             result = step(evaluate)
     except (_SkippedInClosure, ClosureError) as error:
         with torch.no_grad():
-            for target, value in before:
-                target.copy_(value)
+            for value, copy in zip(values, before):
+                value.copy_(copy)
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
         if isinstance(error, ClosureError):
-            wrapper.gradients.clipping.end_step()
+            wrapper.gradients.clip_is_used = True
             raise
         wrapper.end_step(skipped=True)
         return loss
     wrapper.end_step()
     return result
-
-
-def _copies(slots: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter and each rest, with a copy of its values."""
-    values = [slot.param.detach() for slot in slots] + [slot.master.rest for slot in slots if slot.master is not None]
-    return [(value, value.clone()) for value in values]

@@ -1,14 +1,15 @@
 """The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
 
-`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
-``torch.optim.Adam.step`` runs as it is, with hooks, groups and state. Only the function to which it passes its lists
-(``torch.optim.adam.adam``) is replaced while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
+`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and float32 moments. See
+"Optimizers hold the model's parameters" in NOTES.md.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import inspect
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,18 +23,42 @@ from .. import kernels
 from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
-from ..optimizers.traits import Traits
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
-
-Wrapper = Any  # of optimizer_wrapper.py, which imports this module
 
 #: torch's classes whose update `OnePassStep` knows.
 ONE_PASS = (SGD, Adam, AdamW)
 #: Group settings with which torch's step and ampkit's differ.
 _OTHER_ARITHMETIC = ("amsgrad", "differentiable")
 _version_of = operator.attrgetter("_version")
+
+
+def is_known(optimizer: Any) -> bool:
+    """Whether an optimizer's class is torch's or ampkit's."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampkit."))
+
+
+class Traits(NamedTuple):
+    """Facts about an optimizer's methods, read before `initialize` replaces them."""
+
+    takes_inputs: bool  # it is a fused optimizer of ampkit's whose ``step`` no script has replaced
+    takes_rests: bool  # and its ``update`` writes weights and rests together
+    has_own_step: bool  # its ``step`` is that of torch's Adam or SGD, though a scheduler may wrap it
+    clears_as_torch: bool  # its ``zero_grad`` is torch's or ampkit's
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Traits:
+        is_ours = isinstance(optimizer, FusedOptimizer) and "step" not in vars(optimizer)
+        step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
+        takes_inputs = is_ours and optimizer.takes_step_inputs and step.__module__.startswith("ampkit.")
+        own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+        return cls(
+            takes_inputs,
+            takes_inputs and optimizer.takes_rests and type(optimizer).update.__module__.startswith("ampkit."),
+            inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd"),
+            "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own_zero_grad,
+        )
 
 
 class Way(NamedTuple):
@@ -45,53 +70,43 @@ class Way(NamedTuple):
     the flag; the optimizer's own step runs inside of the context that it returns.
     """
 
-    name: str
     skips_on_device: bool
     is_one_kernel: bool
-    in_step: Callable[[Wrapper, Tensor | None], AbstractContextManager[None]]
+    in_step: Callable[[Any, Tensor | None], AbstractContextManager[None]]
 
 
 @contextmanager
-def _with_inputs(wrapper: Wrapper, found_inf: Tensor | None) -> Iterator[None]:
+def _with_inputs(wrapper: Any, found_inf: Tensor | None) -> Iterator[None]:
     """Pass `StepInputs` to a fused optimizer. If it takes no rests, it updates float32 copies of stored weights."""
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
         rests={id(slot.param): slot.master.rest for slot in gradients.stored},
-        clip=gradients.clipping.pending,
+        clip=gradients.clip,
         found_inf=found_inf,
         total_norm=gradients.total_norm,
-        gradient_of=stored_gradient,
     )
+    before = read_narrow(True)
     try:
         with nullcontext() if wrapper.traits.takes_rests else wrapper.stand_ins.in_step():
             yield
     finally:
         optimizer.inputs = None
+        read_narrow(before)
 
 
-def _in_one_pass(wrapper: Wrapper, found_inf: Tensor | None) -> AbstractContextManager[None]:
-    """Replace the function that torch's SGD, Adam and AdamW hand their lists to."""
-    return wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
+OURS = Way(True, True, _with_inputs)
+OURS_OVER_COPIES = Way(True, False, _with_inputs)
+IN_ONE_PASS = Way(True, True, lambda wrapper, found_inf: wrapper.one_pass.in_step(wrapper.optimizer(), found_inf))
+ITS_OWN = Way(False, False, lambda wrapper, _: wrapper.stand_ins.in_step())  # over float32 weights, or float32 copies
 
 
-def _of_its_own(wrapper: Wrapper, _: Tensor | None) -> AbstractContextManager[None]:
-    """Let any other optimizer update float32 weights, or float32 copies of stored ones."""
-    return wrapper.stand_ins.in_step()
-
-
-OURS = Way("ours in one pass", True, True, _with_inputs)
-OURS_OVER_COPIES = Way("ours over float32 copies", True, False, _with_inputs)
-IN_ONE_PASS = Way("torch's in one pass", True, True, _in_one_pass)
-ITS_OWN = Way("its own", False, False, _of_its_own)
-
-
-def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
+def choose(wrapper: Any) -> tuple[Way, str | None]:
     """Return the way of the step that begins, and the reason that `why_not_in_one_pass` returns, if any."""
     traits, gradients, plan = wrapper.traits, wrapper.gradients, wrapper.owner.plan
     if traits.takes_inputs and traits.takes_rests:
         return OURS, None
     optimizer = wrapper.optimizer()
-    reason = why_not_in_one_pass(optimizer, traits, gradients.slots, plan.one_pass_step)
+    reason = why_not_in_one_pass(optimizer, traits, gradients.params, plan.one_pass_step)
     if traits.takes_inputs:
         return OURS_OVER_COPIES, reason
     if reason is None and (gradients.stored or plan.steps_in_one_pass):
@@ -99,7 +114,7 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     return ITS_OWN, reason
 
 
-def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pass_step: bool = True) -> str | None:
+def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], one_pass_step: bool = True) -> str | None:
     """The reason why a step of weights in lower precision needs float32 copies; None where one pass updates weights and rests."""
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
@@ -119,11 +134,11 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
         for setting in _OTHER_ARITHMETIC:
             if group.get(setting):
                 return f"{setting}=True"
-    for slot in slots:
-        gradient = stored_gradient(slot.param)
+    for param in params:
+        gradient = stored_gradient(param)
         if gradient is not None and gradient.layout is not torch.strided:
             return "a sparse gradient"
-        if slot.param.is_complex():
+        if param.is_complex():
             return "a complex parameter"
     return None
 
@@ -134,12 +149,12 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
 class OnePassStep:
     """The one-pass step of an optimizer of torch's, which may hold weights with rests."""
 
-    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         #: Step counts that move together, by the id of the first: tensors, versions, and numbers, equal where the counts are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
-        self.state: Any = optimizer.state
+        self.state: Any = None  # the optimizer's
 
     @contextmanager
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
@@ -164,7 +179,7 @@ class OnePassStep:
         batches: list[tuple[list[int], dict[str, Any]]] = []
         for (has_rests, *_), indices in by_kind.items():
             lower = [rests[id(params[i])] for i in indices] if has_rests else None
-            clip = self._gradients.clipping.pending if has_rests else None
+            clip = self._gradients.clip if has_rests else None
             batches.append((indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)))
         return batches
 
@@ -180,12 +195,13 @@ class OnePassStep:
             numbers = [int(step) for step in steps]
             for i, step in enumerate(steps):
                 steps[i] = self.state[params[i]]["step"] = step.to(params[i].device)
-            self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
-        known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
-        are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
-        if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
-            numbers, here = [int(step) for step in steps], set(map(id, steps))
-            self.known_counts = {key: row for key, row in self.known_counts.items() if here.isdisjoint(map(id, row[0]))}
+        else:
+            known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
+            are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
+            if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
+                numbers, here = [int(step) for step in steps], set(map(id, steps))
+                rows = self.known_counts.items()
+                self.known_counts = {key: row for key, row in rows if here.isdisjoint(map(id, row[0]))}
         taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
         kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)
@@ -201,84 +217,77 @@ class OnePassStep:
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
         self.step: OnePassStep | None = None
 
 
 _running = _Running()
 
 
-def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
-    def adam(
-        params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
-    ) -> None:
-        one_pass = _running.step
-        if one_pass is None:
-            return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
-        for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
-            for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
-                if moment.dtype in LOWER_PRECISION:
-                    moments[i] = one_pass.state[params[i]][name] = moment.float()
-        for indices, keywords in one_pass.batches(params, one_pass.count(params, steps)):
-            count, device = steps[indices[0]], params[indices[0]].device
-            columns = [grads, params, exp_avgs, exp_avg_sqs]
-            if len(indices) < len(params):
-                columns = [list(map(column.__getitem__, indices)) for column in columns]
-            kernels.multi_tensor_adam(
-                *columns,
-                lr=settings["lr"],
-                betas=(float(settings["beta1"]), float(settings["beta2"])),
-                eps=settings["eps"],
-                # torch keeps counts on the host, but for ``capturable`` and ``fused``.
-                step=count if count.device == device else count.item(),
-                decoupled=settings.get("decoupled_weight_decay", False),
-                weight_decay=settings["weight_decay"],
-                inv_scale=-1.0 if settings["maximize"] else None,
-                **keywords,
-            )
-        return None
-
-    return adam
+def _adam(original: Callable, *lists: Any, **settings: Any) -> None:
+    one_pass = _running.step
+    if one_pass is None:
+        return original(*lists, **settings)
+    params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
+    for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
+        for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
+            if moment.dtype in LOWER_PRECISION:
+                moments[i] = one_pass.state[params[i]][name] = moment.float()
+    for indices, keywords in one_pass.batches(params, one_pass.count(params, steps)):
+        count, device = steps[indices[0]], params[indices[0]].device
+        columns = [grads, params, exp_avgs, exp_avg_sqs]
+        if len(indices) < len(params):
+            columns = [list(map(column.__getitem__, indices)) for column in columns]
+        kernels.multi_tensor_adam(
+            *columns,
+            lr=settings["lr"],
+            betas=(float(settings["beta1"]), float(settings["beta2"])),
+            eps=settings["eps"],
+            # torch keeps counts on the host, but for ``capturable`` and ``fused``.
+            step=count if count.device == device else count.item(),
+            decoupled=settings.get("decoupled_weight_decay", False),
+            weight_decay=settings["weight_decay"],
+            inv_scale=-1.0 if settings["maximize"] else None,
+            **keywords,
+        )
+    return None
 
 
-def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
-    def sgd(params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
-        one_pass = _running.step
-        if one_pass is None:
-            return original(params, grads, momenta, **settings)
-        momentum, dampening = settings["momentum"], settings["dampening"]
-        is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
-        for indices, keywords in one_pass.batches(params, is_first):
-            first = is_first[indices[0]]
-            if first and dampening and one_pass.found_inf is not None and is_set(one_pass.found_inf):
-                continue  # the first momentum is the first gradient that is taken
-            for i in indices if momentum else ():
-                if first:
-                    momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
-                elif momenta[i].dtype in LOWER_PRECISION:
-                    momenta[i] = momenta[i].float()
-            kernels.multi_tensor_sgd(
-                [grads[i] for i in indices],
-                [params[i] for i in indices],
-                [momenta[i] for i in indices] if momentum else None,
-                lr=settings["lr"],
-                momentum=momentum,
-                dampening=dampening,
-                weight_decay=settings["weight_decay"],
-                nesterov=settings["nesterov"],
-                first_run=first,
-                inv_scale=-1.0 if settings["maximize"] else None,
-                **keywords,
-            )
-        return None
-
-    return sgd
+def _sgd(original: Callable, params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
+    one_pass = _running.step
+    if one_pass is None:
+        return original(params, grads, momenta, **settings)
+    momentum, dampening = settings["momentum"], settings["dampening"]
+    is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
+    for indices, keywords in one_pass.batches(params, is_first):
+        first = is_first[indices[0]]
+        if first and dampening and one_pass.found_inf is not None and is_set(one_pass.found_inf):
+            continue  # the first momentum is the first gradient that is taken
+        for i in indices if momentum else ():
+            if first:
+                momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
+            elif momenta[i].dtype in LOWER_PRECISION:
+                momenta[i] = momenta[i].float()
+        kernels.multi_tensor_sgd(
+            [grads[i] for i in indices],
+            [params[i] for i in indices],
+            [momenta[i] for i in indices] if momentum else None,
+            lr=settings["lr"],
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=settings["weight_decay"],
+            nesterov=settings["nesterov"],
+            first_run=first,
+            inv_scale=-1.0 if settings["maximize"] else None,
+            **keywords,
+        )
+    return None
 
 
 def _patch_updates(patches: PatchSet) -> None:
-    for name, wrap in (("adam", _adam_of), ("sgd", _sgd_of)):
-        module = importlib.import_module(f"torch.optim.{name}")
-        patches.set(module, name, wrap(getattr(module, name)))
+    for name, update in (("adam", _adam), ("sgd", _sgd)):
+        module = sys.modules[f"torch.optim.{name}"]
+        patches.set(module, name, functools.partial(update, getattr(module, name)))
 
 
 one_pass_steps = SharedPatches(_patch_updates)

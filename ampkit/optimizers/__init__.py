@@ -4,10 +4,10 @@
 the drop-in: ``ampkit.apex.optimizers``.
 """
 
-from .float32_state import float32_state_dict as float32_state_dict
-from .float32_state import load_float32 as load_float32
 from .fused_adam import Adam as Adam
 from .fused_adam import AdamW as AdamW
 from .fused_adam import FusedAdam as FusedAdam
 from .fused_sgd import SGD as SGD
 from .fused_sgd import FusedSGD as FusedSGD
+from .state import float32_state_dict as float32_state_dict
+from .state import load_float32 as load_float32

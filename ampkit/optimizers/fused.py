@@ -9,10 +9,9 @@ are those of state.py.
 from __future__ import annotations
 
 import numbers
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..logs import logger
 from ..sharding import local
 from .in_backward import BackwardHooks
 from .scales import Scale, moved_to, norm_of, refuse_to_begin
-from .state import KEEPERS, NO_STATE, KeepsState
+from .state import KEEPERS, KeepsState
 
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
 _OF_ALL_GROUPS = (
@@ -35,36 +34,26 @@ _UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that
 
 @dataclass
 class StepInputs:
-    """The inputs of one step besides gradients and settings.
+    """The inputs of one step besides gradients and settings."""
 
-    ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
-    (`ampkit.kernels.split`). None is for an optimizer without a session, which has its own. ``gradient_of`` reads a gradient.
-    Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
-    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
-    """
-
-    rests: Mapping[int, torch.Tensor] | None = None
-    inv_scale: Scale | None = None
-    clip: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    total_norm: Callable[[], torch.Tensor | None] | None = None
-    gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
+    rests: Mapping[int, torch.Tensor] | None = None  # by the parameter's id; None without a session: it has its own
+    inv_scale: Scale | None = None  # multiplies gradients
+    clip: torch.Tensor | None = None  # multiplies those of parameters with rests
+    found_inf: torch.Tensor | None = None  # if it is not 0, nothing changes
+    total_norm: Callable[[], torch.Tensor | None] | None = None  # of all gradients
 
 
 @dataclass
 class Batch:
-    """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has.
-
-    ``lower`` holds the rests, or weights that new values are rounded into. ``states`` are the states of all.
-    """
+    """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    lower: list[torch.Tensor] | None = None
-    inv_scale: Scale | None = None
-    clip: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: list[dict[str, Any]]
+    lower: list[torch.Tensor] | None  # rests, or weights that new values are rounded into
+    inv_scale: Scale | None
+    clip: torch.Tensor | None
+    found_inf: torch.Tensor | None
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +65,6 @@ class Batch:
         return dict(inv_scale=self.inv_scale, clip=self.clip, found_inf=self.found_inf)
 
     def part(self, indices: list[int]) -> Batch:
-        """Return the batch of the parameters at these indices."""
         if len(indices) == len(self.params):
             return self
         lists: dict[str, Any] = {name: getattr(self, name) for name in ("params", "grads", "lower", "states")}
@@ -160,7 +148,7 @@ class FusedOptimizer(KeepsState):
             del self.param_groups[-1]
             raise
         self._place_settings(self.param_groups[-1])
-        self._hooks.follow(self)
+        self.hooks.follow(self)
 
     def check_group(self, group: dict[str, Any]) -> None:
         kind = type(self).__name__
@@ -176,19 +164,15 @@ class FusedOptimizer(KeepsState):
         refuse_unsupported(kind, **{name: group.get(name, False) for name in _UNSUPPORTED})
 
     @property
-    def _hooks(self) -> BackwardHooks:
+    def hooks(self) -> BackwardHooks:
         hooks: BackwardHooks = self.__dict__.setdefault("_backward_hooks", BackwardHooks())
         return hooks
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._hooks.follow(self)
+        self.hooks.follow(self)
         for group in self.param_groups:
             self._place_settings(group)
-
-    def hand_over(self, to_session: bool) -> None:
-        """Remove the hooks on parameters when a session takes the optimizer, and add them when it gives the optimizer back."""
-        self._hooks.follow(self, none=to_session)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -197,19 +181,19 @@ class FusedOptimizer(KeepsState):
         ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside.
         Raises RuntimeError for sharded parameters, whose sums are FSDP2's.
         """
-        self._hooks.widen_sums(self)
-        before, self._hooks.accumulates = self._hooks.accumulates, True
+        self.hooks.widen_sums(self)
+        before, self.hooks.accumulates = self.hooks.accumulates, True
         try:
             yield
         finally:
-            self._hooks.accumulates = before
+            self.hooks.accumulates = before
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that were skipped for gradients that were not finite. Waits for the device, and warns of skips."""
         skips = 0.0 if self._skips is None else self._skips.item()
-        if skips > self._hooks.told_of:
-            self._hooks.told_of = 2 * skips  # not of each: they may go on
+        if skips > self.hooks.told_of:
+            self.hooks.told_of = 2 * skips  # not of each: they may go on
             logger.warning(
                 "%s has skipped %d step%s: a gradient was inf or NaN, and nothing was changed. ampkit.diagnose() finds the origin.",
                 type(self).__name__,
@@ -221,7 +205,7 @@ class FusedOptimizer(KeepsState):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-        self._hooks.end_sums()
+        self.hooks.end_sums()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, if there is one."""
@@ -240,7 +224,7 @@ class FusedOptimizer(KeepsState):
             self._end_step()
             if self.step_in_backward:  # it took what has no hook: sums, and what was frozen when hooks were set
                 self.zero_grad(set_to_none=True)
-                self._hooks.follow(self)
+                self.hooks.follow(self)
         finally:
             self.inputs = inputs
         return loss
@@ -251,8 +235,7 @@ class FusedOptimizer(KeepsState):
         inputs, self.inputs = self.inputs, StepInputs()
         try:
             self.judge([alone])
-            with torch.no_grad():
-                self.update_group(alone)
+            self.update_group(alone)
         finally:
             self.inputs = inputs
 
@@ -273,7 +256,7 @@ class FusedOptimizer(KeepsState):
             if inputs.found_inf is not None:
                 bad = torch.maximum(bad, moved_to(inputs.found_inf, bad.device))
             inputs.found_inf = bad
-            self._hooks.heed(inputs.found_inf)
+            self.hooks.heed(bad)
         if self.max_norm is not None:
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
             inputs.inv_scale = clip if inv_scale is None else clip * moved_to(inv_scale, clip.device)
@@ -286,7 +269,7 @@ class FusedOptimizer(KeepsState):
 
     def _end_step(self) -> None:
         """Count a skip. On the CPU, where the host reads it for nothing, warn of it."""
-        found_inf = self._hooks.end_step()
+        found_inf = self.hooks.end_step()
         if found_inf is not None:
             if self._skips is None:
                 refuse_to_begin("the count of skipped steps", found_inf.device)
@@ -295,17 +278,14 @@ class FusedOptimizer(KeepsState):
             if self._skips.is_cpu and not torch.compiler.is_compiling():
                 _ = self.skipped_steps
 
-    @torch.no_grad()
     def update_groups(self) -> None:
         for group in self.param_groups:
             self.update_group(group)
 
+    @torch.no_grad()
     def update_group(self, group: dict[str, Any]) -> None:
         self._place_settings(group)
-        batches = self.batches(group)
-        if batches:
-            for batch in batches:
-                batch.states = [self.state[param] for param in batch.params]
+        if batches := self.batches(group):
             for step, batch in self.counted(group, batches):
                 self.update(group, batch, step)
 
@@ -325,37 +305,30 @@ class FusedOptimizer(KeepsState):
         inv_scale = inputs.inv_scale
         if group.get("maximize"):
             inv_scale = -1.0 if inv_scale is None else -inv_scale
-        batches: dict[Any, Batch] = {}
+        alike: dict[Any, list[Any]] = {}
         if self in KEEPERS:
             self.leave_out_rests([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
         for param in group["params"]:
-            gradient = inputs.gradient_of(param)
+            gradient = param.grad
             if gradient is None:
                 continue
-            rest = self.rest_of(param) if param.dtype in LOWER_PRECISION else None
+            rest = None
+            if param.dtype in LOWER_PRECISION:
+                kept = self.state.get(param, {}).get("rest")
+                rest = self.own_rest(param) if inputs.rests is None else inputs.rests.get(id(param), kept)
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
                     "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
                 )
-            key = (rest is None, param.device)
-            if (batch := batches.get(key)) is None:
-                batch = batches[key] = Batch([], [], inv_scale=inv_scale, found_inf=inputs.found_inf)
-                if rest is not None:
-                    batch.lower, batch.clip = [], inputs.clip
-            batch.params.append(param)
-            batch.grads.append(gradient)
-            if batch.lower is not None and rest is not None:
-                batch.lower.append(rest)
-        return list(batches.values())
-
-    def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The rest of a parameter in lower precision, from the session or from the optimizer; None where none is kept."""
-        rests = (self.inputs or _NOTHING).rests
-        if rests is None:
-            return self.own_rest(param)
-        rest = rests.get(id(param))
-        return self.state.get(param, NO_STATE).get("rest") if rest is None else rest
+            alike.setdefault((rest is None, param.device), []).append((param, gradient, rest))
+        batches = []
+        for (is_plain, _), rows in alike.items():
+            params, grads, rests = map(list, zip(*rows))
+            lower, clip = (None, None) if is_plain else (rests, inputs.clip)
+            states = [self.state[param] for param in params]
+            batches.append(Batch(params, grads, states, lower, inv_scale, clip, inputs.found_inf))
+        return batches
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.
@@ -397,8 +370,7 @@ class FusedOptimizer(KeepsState):
 
     def _gradients(self, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
         """The gradients of these groups except sparse ones, for which the update raises."""
-        gradient_of = (self.inputs or _NOTHING).gradient_of
-        every = [gradient_of(param) for group in groups for param in group["params"]]
+        every = [param.grad for group in groups for param in group["params"]]
         return [gradient for gradient in every if gradient is not None and gradient.layout is torch.strided]
 
 

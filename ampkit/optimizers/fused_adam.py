@@ -41,7 +41,6 @@ class AdamW(FusedOptimizer):
     judges_gradients = True
     adam_w_mode = 1
     capturable = False
-    set_grad_none = True
 
     def __init__(
         self,

@@ -64,8 +64,19 @@ class BackwardHooks:
 
     def widen_sums(self, optimizer: Any) -> None:
         """Make gradients of parameters in lower precision float32 until they are cleared, also the present ones."""
-        _refuse_sums(optimizer)
-        for param in _lower(optimizer):
+        lower = list(_lower(optimizer))
+        if any(map(is_sharded, lower)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in "
+                "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
+                "model.set_requires_gradient_sync(False) for all micro-batches but the last."
+            )
+        if lower and are_several_processes():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the "
+                "parameters only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
+            )
+        for param in lower:
             if param.grad_dtype is not torch.float32:
                 gradient, param.grad = param.grad, None
                 param.grad_dtype = torch.float32
@@ -119,22 +130,6 @@ class BackwardHooks:
             )
         else:
             self._last = weakref.ref(param.grad)
-
-
-def _refuse_sums(optimizer: Any) -> None:
-    """Raise RuntimeError where gradients cannot be widened."""
-    for param in _lower(optimizer):
-        if is_sharded(param):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in "
-                "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
-                "model.set_requires_gradient_sync(False) for all micro-batches but the last."
-            )
-    if are_several_processes() and any(True for _ in _lower(optimizer)):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the parameters "
-            "only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
-        )
 
 
 def _trained(optimizer: Any) -> Iterator[Tensor]:

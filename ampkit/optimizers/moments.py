@@ -9,7 +9,7 @@ Moments in lower precision are always rounded by random numbers: rounding to nea
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,7 @@ from ..dtypes import CASTABLE
 from ..kernels import moments
 from ..sharding import local
 
-STATE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.uint8,  # what bytes are in
-}
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 ROUNDINGS = ("nearest", "stochastic")
 #: The moments that can be narrow, and whether they have a sign.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
@@ -53,7 +49,6 @@ class Storage:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether moments are stored in lower precision."""
         return self.state_dtype is not torch.float32
 
     @property
@@ -63,17 +58,6 @@ class Storage:
     def defaults(self, seed: int) -> dict[str, int]:
         """The settings that parameter groups hold, and so checkpoints."""
         return {"seed": seed} if self.draws else {}
-
-    def rounds_params(self, params: Sequence[torch.Tensor]) -> bool:
-        if not self.is_stochastic:
-            return False
-        for param in params:
-            if param.dtype is torch.float16:
-                raise RuntimeError(
-                    f"rounding='stochastic' is for parameters in bfloat16; one of shape {tuple(param.shape)} is float16. "
-                    "Train in bfloat16, or with float32 master weights: initialize(model, optimizer, 'O2')."
-                )
-        return True
 
     def zeros(self, param: torch.Tensor) -> torch.Tensor:
         """A moment before the first step."""
@@ -116,6 +100,12 @@ class Storage:
         """The keywords of the kernels that say by which random numbers ``params`` are rounded; none where all is to nearest."""
         if not self.draws:
             return {}
+        for param in params if self.is_stochastic else ():
+            if param.dtype is torch.float16:
+                raise RuntimeError(
+                    f"rounding='stochastic' is for parameters in bfloat16; one of shape {tuple(param.shape)} is float16. "
+                    "Train in bfloat16, or with float32 master weights: initialize(model, optimizer, 'O2')."
+                )
         all_params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         cache = optimizer.__dict__.setdefault("_positions", {})
         cached = cache.get(id(params[0]))
@@ -124,7 +114,7 @@ class Storage:
             values = [float(places[id(param)]) for param in params]
             positions = torch.tensor(values, dtype=torch.float32, device=params[0].device)
             cached = cache[id(params[0])] = (list(params), all_params, positions)
-        return dict(positions=cached[2], seed=group["seed"], round_params=self.rounds_params(params))
+        return dict(positions=cached[2], seed=group["seed"], round_params=self.is_stochastic)
 
 
 def are_same(these: Collection[Any], those: Collection[Any]) -> bool:

@@ -10,16 +10,7 @@ from ..kernels.routing import Number as Scale
 from ..kernels.routing import moved_to
 from ..sharding import by_placement, is_sharded, total_over
 
-__all__ = ["Scale", "moved_to", "norm_of", "on_device_of", "ratio", "refuse_to_begin"]
-
-
-def ratio(new: Scale, old: Scale) -> Scale:
-    """``new / old``: the number 1.0 where they are the same object, or equal numbers."""
-    return 1.0 if new is old else new / on_device_of(old, new)
-
-
-def on_device_of(value: Scale, other: Scale) -> Scale:
-    return moved_to(value, other.device) if isinstance(other, torch.Tensor) else value
+__all__ = ["Scale", "moved_to", "norm_of", "refuse_to_begin"]
 
 
 def refuse_to_begin(state: str, device: torch.device) -> None:

@@ -12,19 +12,18 @@ gives back into parameter and rest again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from .moments import Storage
 from .scales import refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
-NO_STATE: Mapping[str, Any] = MappingProxyType({})
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 #: The optimizers that have kept a rest.
@@ -46,7 +45,7 @@ class KeepsState(torch.optim.Optimizer):
         """Begin to keep the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
         refuse_to_begin("the optimizer's state", param.device)
         rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        for other in [optimizer.state.get(param, NO_STATE).get("rest") for optimizer in list(KEEPERS)]:
+        for other in [optimizer.state.get(param, {}).get("rest") for optimizer in list(KEEPERS)]:
             if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
                 rest = other
         if values is not None:
@@ -57,7 +56,7 @@ class KeepsState(torch.optim.Optimizer):
 
     def own_rest(self, param: torch.Tensor) -> torch.Tensor | None:
         """The rest of a parameter in lower precision, created where it is missing; None where no rests are kept."""
-        rest: torch.Tensor | None = self.state.get(param, NO_STATE).get("rest")
+        rest: torch.Tensor | None = self.state.get(param, {}).get("rest")
         if rest is None:
             return self.keep_rest(param) if self.rests else None
         if rest.dtype is not torch.int16:
@@ -69,7 +68,7 @@ class KeepsState(torch.optim.Optimizer):
 
     def leave_out_rests(self, params: list[torch.Tensor]) -> None:
         """Drop the rests of these parameters, which have no use for them, and warn of their number."""
-        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, NO_STATE)]
+        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, {})]
         if lost:
             logger.warning(
                 "%s: the rests of %d parameters are left out: these are not in lower precision here, or no rests are kept. "
@@ -137,7 +136,7 @@ class KeepsState(torch.optim.Optimizer):
         params = self._by_key(state_dict)
         for key, param in params.items():
             if param.dtype in LOWER_PRECISION:
-                for name, value in state_dict["state"].get(key, NO_STATE).items():
+                for name, value in state_dict["state"].get(key, {}).items():
                     if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
             if param in self.state:
@@ -152,7 +151,7 @@ class KeepsState(torch.optim.Optimizer):
         """Load rests as they were saved, since torch makes them floating-point. Warns of missing and of useless ones."""
         missing = 0
         for key, param in params.items():
-            state = saved.get(key, NO_STATE)
+            state = saved.get(key, {})
             if self.rests and param.dtype in LOWER_PRECISION:
                 missing += bool(state) and "rest" not in state
                 if "rest" in state:
@@ -164,7 +163,6 @@ class KeepsState(torch.optim.Optimizer):
         self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        """The parameters by the keys that a checkpoint has for them."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return dict(zip(saved, (param for group in self.param_groups for param in group["params"])))
 
@@ -172,7 +170,7 @@ class KeepsState(torch.optim.Optimizer):
         shared: dict[Any, list[torch.Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                step = self.state.get(param, NO_STATE).get("step")
+                step = self.state.get(param, {}).get("step")
                 if step is not None:
                     shared.setdefault((index, param.device, float(step)), []).append(param)
         for (_, device, number), params in shared.items():
@@ -194,3 +192,40 @@ class KeepsState(torch.optim.Optimizer):
                 if name in group:
                     saved.setdefault(name, group[name])
         return state_dict
+
+
+# Float32 values of a model whose optimizer keeps the rests: for evaluation, export and averages
+
+
+@torch.no_grad()
+def float32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """``model.state_dict()`` with the float32 value of every tensor in lower precision, exact where ``optimizer`` keeps its rest.
+
+    The float32 tensors are copies; all others are the model's own, as in ``state_dict``.
+    """
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in LOWER_PRECISION:
+            state[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
+        elif id(tensor) in copies:  # tied
+            state[name] = copies[id(tensor)]
+        else:
+            state[name] = copies[id(tensor)] = kernels.joined(tensor, optimizer.state.get(tensor, {}).get("rest"))
+    return state
+
+
+@torch.no_grad()
+def load_float32(model: nn.Module, optimizer: Any, state: dict[str, Any], strict: bool = True) -> Any:
+    """``model.load_state_dict(state)`` of float32 values; what parameters in lower precision lack of them becomes rests.
+
+    Returns what ``load_state_dict`` does. Raises RuntimeError for names and shapes that do not fit, as it does.
+    """
+    result = model.load_state_dict(state, strict=strict)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in state and id(tensor) in held and tensor.dtype in LOWER_PRECISION:
+            if getattr(optimizer, "rests", False):
+                value = state[name].detach().to(tensor.device, torch.float32)
+                kernels.multi_tensor_split([value], [tensor.detach()], [optimizer.keep_rest(tensor)])
+    return result

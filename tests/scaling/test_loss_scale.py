@@ -64,7 +64,7 @@ def test_what_was_found_is_read_late_and_once():
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
     flag.zero_()
     assert float(scaler.current(flag.device)) == scaler.loss_scale == 32768.0
-    assert verdict.overflowed and scaler.skips_in_a_row == 1
+    assert verdict.overflowed and scaler.synchronize().skips_in_a_row == 1
 
 
 def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
@@ -162,7 +162,8 @@ def test_state_dict_round_trip_continues_the_count():
     resumed = LossScaler()
     iterate(resumed, 1, 1)  # what it had counted is forgotten, on the device too
     resumed.load_state_dict(scaler.state_dict())
-    assert (resumed.skips_in_a_row, resumed.synchronize().skips_at_floor) == (0, 0)
+    known = resumed.synchronize()
+    assert (known.skips_in_a_row, known.skips_at_floor) == (0, 0)
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
 

@@ -140,8 +140,7 @@ class LossScaler:
             return any(bool(flag.any()) for flag in (self._flag, self._noop_buffer) if flag is not None)
         if self.core.delayed_check is not None:  # delay_overflow_check=True left it to be judged
             return bool(self.core.delayed_check.flag.any())
-        self.core.synchronize()
-        return self.core.skips_in_a_row > 0
+        return self.core.synchronize().skips_in_a_row > 0
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
