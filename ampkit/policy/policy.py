@@ -94,13 +94,13 @@ class Policy:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")
 
-    def rules(self, registered: Iterable[CastRule] = ()) -> list[CastRule]:
-        """The rules (`expand`) of the tables, those that the user registered, and the changed rows, which win."""
+    def rules(self, registered: Iterable[CastRule] = (), later: Iterable[CastRule] = ()) -> list[CastRule]:
+        """The rules (`expand`) of the tables, the user's registrations, the changed rows, and ``later`` ones; the last win."""
         banned = BANNED_CHANGES[self.banned]
         groups = [
             replace(group, kind=banned) if group.kind is CastKind.BANNED else group for group in tables_for(self.base)
         ]
-        return expand(groups, [*registered, *(_rule(path, change) for path, change in self.overrides)])
+        return expand(groups, [*registered, *(_rule(path, change) for path, change in self.overrides), *later])
 
     def __repr__(self) -> str:
         shown = [repr(self.base)]

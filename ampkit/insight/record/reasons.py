@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.amp import autocast_mode
 
-from ... import casting
 from ...casting import state
 from ...casting.engine import Casting, active_casting
 from ...dtypes import CASTABLE, LOWER_PRECISION
@@ -122,8 +121,7 @@ class Reasons(Regions):
 def _rule(engine: Casting | None, function: str) -> Any:
     if engine is None:
         return None
-    rules = engine.policy.rules(casting.engine._registered.values())
-    by_name = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
+    by_name = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in engine.rules()}
     name = function.rpartition(".")[2]
     return next((by_name[one] for one in (function, f"torch.{name}", f"torch.Tensor.{name}") if one in by_name), None)
 
