@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.kernels.checks import check_lists, compute_dtype
+from ampkit.kernels.checks import compute_dtype
 from ampkit.kernels.moments import MOMENTS, PARAM, Rounding, unpack
 from ampkit.kernels.routing import Number, Tensors, moved_to, number, serve
 from ampkit.kernels.split import join, split
@@ -205,12 +205,7 @@ def take_step(
     """Take a step of a rule with its ``rule_settings`` over ``lists``; ``common`` has the other arguments of `step_arguments`."""
     if lower:
         lists["lower"] = lower
-    count = len(lists["grads"])
-    for column in lists.values():
-        if len(column) != count:
-            check_lists(f"multi_tensor_{rule.partition(' ')[0]}", lists)
-    if count:
-        serve("multi_tensor_step", reference, lists, step_arguments(rule_settings, **common), (), rule)
+    serve("multi_tensor_step", reference, lists, step_arguments(rule_settings, **common), (), rule)
 
 
 def step_arguments(
