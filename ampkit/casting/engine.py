@@ -26,7 +26,7 @@ from ..policy import Policy, tables_for
 from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
-from .library import dispatch
+from .library import library
 from .state import CastingState, is_plain_place, mark_regions, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
@@ -59,7 +59,6 @@ class Casting(CastingState):
         in_python: bool = False,
         scope: str = "process",
     ) -> None:
-        library = dispatch().library
         control = None if library is None or in_python else library.Switch()
         super().__init__(
             lower_precision, verbosity, CastCaches(None if library is None else library.CastStore), control

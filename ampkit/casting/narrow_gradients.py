@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet, SharedPatches, Undo
-from .library import dispatch
+from .library import library as _library
 
-_library = dispatch().library
 _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 
 #: The least number of elements of a weight whose gradient is narrow.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from ..casting.library import dispatch
+from ..casting.library import library as _library
 from ..events import listeners, telling
 from ..patching import Reference, SharedPatches
 from ..registry import wrappers
@@ -78,7 +78,6 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
     return len(present) == len(known) and all(a is b and m == n for (a, m), (b, n) in zip(present, known))
 
 
-_library = dispatch().library
 leaves_behind: Callable[[list[torch.Tensor]], Any] = _leaves_behind if _library is None else _library.leaves_of
 """Return the leaves that the graphs of tensors lead to, and whether a function in Python is among the nodes."""
 seen = _seen if _library is None else _library.seen
