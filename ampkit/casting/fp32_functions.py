@@ -111,17 +111,14 @@ class _Float32Inside(torch.autograd.Function):
         ctx.computation, ctx.original = computation, original
         # Tensors go where the hooks on saved tensors see them.
         ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
-        ctx.places = [index for index, value in enumerate(rest) if isinstance(value, Tensor)]
-        ctx.save_for_backward(x, *(rest[index] for index in ctx.places), *statistics)
+        ctx.save_for_backward(x, *(value if isinstance(value, Tensor) else None for value in rest), *statistics)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         x, *saved = ctx.saved_tensors
-        rest = list(ctx.rest)
-        for index, tensor in zip(ctx.places, saved, strict=False):
-            rest[index] = tensor
-        statistics = saved[len(ctx.places) :]
+        rest = [value if tensor is None else tensor for value, tensor in zip(ctx.rest, saved, strict=False)]
+        statistics = saved[len(rest) :]
         needed = ctx.needs_input_grad[2:]
         if _grad_enabled() or not statistics:
             gradients = _recomputed_gradients(ctx.original, grad, needed, x, rest)

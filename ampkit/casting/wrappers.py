@@ -32,7 +32,7 @@ from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
-from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
+from .tensors import CONVERT, map_tensors, tensors_in, to_float32
 
 if TYPE_CHECKING:
     from .cpp_wrappers import CppWrappers
@@ -62,7 +62,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
     as_it_is = past_autocast(beneath, state) if is_torch else beneath
-    plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name)
+    plain = as_it_is if kind is CastKind.NATIVE else _FACTORIES[kind](kind, beneath, as_it_is, state, name)
     if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in _RECURRENT:
         plain = _in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
@@ -205,7 +205,6 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     is_fp32 = kind is CastKind.FP32
-    to_be_cast = LOWER_PRECISION if is_fp32 else CASTABLE
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         odd = [] if is_fp32 else [x for x in tensors_in(args, kwargs) if x.dtype in _EXACT or x.layout in _SPARSE]
@@ -217,14 +216,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
         if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:
             cast = caster(kind, state, name, dtype=dtype)
         if (out := kwargs.get("out")) is None:
-            converted = []
-            for x in args:
-                if isinstance(x, Tensor):
-                    x = cast(x) if x.dtype in to_be_cast else x
-                elif not (isinstance(x, LEAVES) or _is_shape(x)):
-                    x = map_tensors(x, cast)
-                converted.append(x)
-            return call(*converted, **map_tensors(kwargs, cast)) if kwargs else call(*converted)
+            return call(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         if is_fp32 and _dtype_of(out) is not torch.float32:
             return as_it_is(*args, **kwargs)
         return _into(out, as_it_is, args, kwargs, state, name)
@@ -356,11 +348,6 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
     return recurrent
 
 
-def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """Return torch's function without torch.autocast's casts, for NATIVE."""
-    return as_it_is
-
-
 _FACTORIES = {
     CastKind.LOWER_PRECISION_FP: _one_dtype,
     CastKind.BFLOAT16: _one_dtype,
@@ -371,7 +358,6 @@ _FACTORIES = {
     CastKind.FP32_WEIGHTS: _fp32_weights,
     CastKind.REJECT: _refuse,
     CastKind.BANNED: _refuse,
-    CastKind.NATIVE: _leave,
 }
 
 
@@ -428,10 +414,6 @@ def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Conve
         return lambda x: x
     convert = _converter(dtype, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
-
-
-def _is_shape(value: Any) -> bool:
-    return type(value) is tuple and set(map(type, value)) <= {int}
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
