@@ -27,7 +27,7 @@ from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .library import library
-from .state import CastingState, is_plain_place, mark_regions, number_of_regions, restore, save, switch, switched_on
+from .state import CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
@@ -96,7 +96,7 @@ class Casting(CastingState):
             self.tell_wrappers()
             _active = self
             self.switch_on_here()
-            compiled_models.before_each_call(self._mark_regions)
+            compiled_models.before_each_call(self.mark_regions)
             forget_traces()
         except BaseException:
             self.close()
@@ -113,7 +113,7 @@ class Casting(CastingState):
         global _active, _leaving
         self.stores = False
         self._end()
-        compiled_models.not_before_calls(self._mark_regions)
+        compiled_models.not_before_calls(self.mark_regions)
         self.tag_compiled_code()
         if _active is self:
             _active = None
@@ -241,9 +241,6 @@ class Casting(CastingState):
             else:
                 self._out_of_date.add(ident)
 
-    def _mark_regions(self) -> None:
-        mark_regions(self.autocast_types)
-
     def _describe(self) -> None:
         """Write all that decides which calls are cast into a tag for compiled code."""
         rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
@@ -274,21 +271,21 @@ class Casting(CastingState):
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
         self._rules[key] = rule
-        if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
-            if key in self._originals:  # patched by an earlier rule
-                self._patches.set(rule.owner, rule.name, self._originals[key])
-                self._wrappers.pop(id(self._originals[key]), None)
-            return
+        is_left_alone = rule.kind is CastKind.NATIVE and not autocast_would_cast(rule)
         if key not in self._originals:
+            if is_left_alone:
+                return
             self._originals[key] = _stored(rule.owner, rule.name)
-        self._patches.set(rule.owner, rule.name, self._wrapped(self._originals[key], rule))
-
-    def _wrapped(self, stored: Any, rule: CastRule) -> Any:
-        if isinstance(stored, (staticmethod, classmethod)):
-            return type(stored)(wrap(rule, stored.__func__, self, self.cpp))
-        wrapper = wrap(rule, stored, self, self.cpp)
-        self._wrapped_by[id(wrapper)], self._wrappers[id(stored)] = stored, wrapper
-        return wrapper
+        stored = self._originals[key]
+        is_special = isinstance(stored, (staticmethod, classmethod))
+        function = stored.__func__ if is_special else stored
+        if is_left_alone:  # patched by an earlier rule
+            self._patches.set(rule.owner, rule.name, stored)
+            self._wrappers.pop(id(function), None)
+            return
+        wrapper = wrap(rule, function, self, self.cpp)
+        self._wrapped_by[id(wrapper)], self._wrappers[id(function)] = function, wrapper
+        self._patches.set(rule.owner, rule.name, type(stored)(wrapper) if is_special else wrapper)
 
     def _restore(self) -> None:
         self._patches.restore()

@@ -130,12 +130,13 @@ class CastingState:
             return torch.autocast(self.autocast_types[0], dtype, enabled, cache_enabled=narrow)
         return _traced_regions(self.autocast_types, enabled, dtype, narrow)
 
-    def switch_back_on(self, device_types: Sequence[str]) -> None:
-        """Switch casts on again, unless the engine was closed since; a region of the script's own goes on in either case."""
-        if self.closed and number_of_regions() == 0:
-            return self.leave()
-        for device_type in device_types:
-            torch.set_autocast_enabled(device_type, True)
+    def mark_regions(self) -> None:
+        """Make dynamo's guards tell a region that switches casts off from a thread that was never switched on.
+
+        Guards know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
+        """
+        if not any(_is_enabled(device_type) for device_type in self.autocast_types):
+            torch.set_autocast_cache_enabled(number_of_regions() == 0)
 
     def restore(self, saved: Saved) -> None:
         """Restore the state from `save`, unless the engine was closed since: the garbage collector may end a session anywhere."""
@@ -248,15 +249,6 @@ def out_of_modes() -> Iterator[None]:
         _left.depth -= 1
 
 
-def mark_regions(device_types: Sequence[str]) -> None:
-    """Make dynamo's guards tell a region that switches casts off from a thread that was never switched on.
-
-    Guards know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
-    """
-    if not any(_is_enabled(device_type) for device_type in device_types):
-        torch.set_autocast_cache_enabled(number_of_regions() == 0)
-
-
 Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 #: The states of threads, by ident, before they were switched on for good. They outlive the engine: only a thread itself can switch
@@ -298,8 +290,12 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
             for device_type in on:
                 torch.set_autocast_enabled(device_type, False)
             return function(*args, **kwargs)
-        finally:
-            state.switch_back_on(on)
+        finally:  # a region of the script's own goes on even where the engine was closed since
+            if state.closed and number_of_regions() == 0:
+                state.leave()
+            else:
+                for device_type in on:
+                    torch.set_autocast_enabled(device_type, True)
 
     return call
 

@@ -145,16 +145,14 @@ def _patch_checkpoints(patches: PatchSet) -> None:
     generator = "_checkpoint_without_reentrant_generator"
     if hasattr(checkpoint, f"{generator}_impl"):  # torch 2.15
         generator += "_impl"
-    generate, forward = getattr(checkpoint, generator), checkpoint.CheckpointFunction.forward
-
-    def generate_by_regions(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        return generate(_in_regions_of_now(fn), *args, **kwargs)
-
-    def forward_by_regions(ctx: Any, run_function: Callable, *args: Any) -> Any:
-        return forward(ctx, _in_regions_of_now(run_function), *args)
-
-    patches.set(checkpoint, generator, generate_by_regions)
-    patches.set(checkpoint.CheckpointFunction, "forward", staticmethod(forward_by_regions))
+    patches.put_around(
+        checkpoint, generator, lambda generate, fn, *args, **kwargs: generate(_in_regions_of_now(fn), *args, **kwargs)
+    )
+    patches.put_around(
+        checkpoint.CheckpointFunction,
+        "forward",
+        lambda forward, ctx, fn, *args: forward(ctx, _in_regions_of_now(fn), *args),
+    )
 
 
 def _in_regions_of_now(function: Callable) -> Callable:
