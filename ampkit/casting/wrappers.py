@@ -28,8 +28,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
-from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
+from ..policy.tables import CPU_LIST, CUDA_LIST
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32

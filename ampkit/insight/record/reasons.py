@@ -21,7 +21,7 @@ from ...dtypes import CASTABLE, LOWER_PRECISION
 from ...models.keep_fp32 import Kept
 from ...patching import PatchSet
 from ...policy import CastKind
-from ...policy.autocast import CPU_LIST, CUDA_LIST
+from ...policy.tables import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
 from ..watching import Call, telling_first
