@@ -1,14 +1,8 @@
 """Wrappers in C++, where the library is loaded: `wrappers.wrap` puts them around wrappers in Python.
 
-A ``Call`` of ampkit._casting replaces one name of torch. It handles common arguments, and passes everything else to the
-Python wrapper beneath it, which torch.compile traces instead. A process makes it once and lends it to one engine after
-the other, since dynamo cannot forget what it learned about a function.
-
-Note [three shapes]
-    A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
-    bind and pickle like torch's own, at the same cost. A function written in Python stays one and calls the C++ wrapper,
-    since a built-in function cannot show its signature. So does a function whose own name (``linalg_norm``) differs from
-    the name under which it is found and pickled.
+See "Wrappers twice" in NOTES.md. A process makes a ``Call`` of ampkit._casting for a name of torch once, and lends it to one
+engine after the other, since dynamo cannot forget what it learned about a function. A function whose own name (``linalg_norm``)
+differs from the name under which it is found and pickled stays one in Python, as those that torch wrote in Python do.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
 
-If the tables cast an input to float32, autograd saves the cast. The functions here save the input as it is, and go through
-float32 again in the backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
-
-Note [when the copy is made after all]
-    If autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
-    for an autograd function of ampkit's; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
-    differentiation. Below `_WORTHWHILE` elements the copy costs less time than Python's part in an autograd function.
+See "Float32 inside" in NOTES.md. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ from ..dtypes import LOWER_PRECISION
 from .narrow_gradients import RowsOfTable, takes_narrow_gradients
 from .state import CastingState
 
-_WORTHWHILE = 1 << 16
+_WORTHWHILE = 1 << 16  # elements; below, the copy costs less time than Python's part in an autograd function
 _IN_CACHES = 1 << 18  # elements, for each thread
 
 # Bound before anything is patched.
@@ -75,7 +69,7 @@ def _is_cast(x: Any, state: CastingState) -> bool:
 
 
 def _records_plainly(x: Tensor) -> bool:
-    """Whether autograd alone records what is computed now; see Note [when the copy is made after all]."""
+    """Whether autograd alone records what is computed now: else the copy is fused, or gone as soon as the function returns."""
     return (
         not _compiling()
         and _grad_enabled()

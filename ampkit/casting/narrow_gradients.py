@@ -1,12 +1,9 @@
 """Gradients of large weights that stay in lower precision until a script reads them: see "Narrow gradients" in NOTES.md.
 
-A hook in C++ marks such a weight, and so does ``grad_dtype = None``, with which torch lets its gradient have any dtype.
 `getter` widens ``p.grad`` in place, once, when a script reads it. Steps of initialized optimizers, clipping by norm and
-``zero_grad`` bypass it: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
-float32: Python cannot see the hooks that DDP puts on an accumulation.
-
-`getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
-``p.grad = None`` inside of a block is noticed (`note_set_aside`, `is_set_aside`).
+``zero_grad`` bypass it. Without the library in C++ gradients are float32: Python cannot see the hooks that DDP puts on an
+accumulation. `getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken,
+and ``p.grad = None`` inside of a block is noticed.
 """
 
 from __future__ import annotations

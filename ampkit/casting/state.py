@@ -131,10 +131,7 @@ class CastingState:
         return _traced_regions(self.autocast_types, enabled, dtype, narrow)
 
     def mark_regions(self) -> None:
-        """Make dynamo's guards tell a region that switches casts off from a thread that was never switched on.
-
-        Guards know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
-        """
+        """Make dynamo's guards tell a region without casts from a thread that was never switched on: see ampkit/NOTES.md."""
         if not any(_is_enabled(device_type) for device_type in self.autocast_types):
             torch.set_autocast_cache_enabled(number_of_regions() == 0)
 
