@@ -22,7 +22,7 @@ from .. import patching
 from ..compiling import compiled_models, forget_traces, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from ..policy import Policy, tables_for
+from ..policy import TABLES, Policy
 from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
@@ -151,7 +151,7 @@ class Casting(CastingState):
 
     def _follow_rules(self) -> None:
         """Patch the functions whose rules are others than before, and await packages whose rows are left out."""
-        packages = {group.package for group in tables_for(self.policy.base)}
+        packages = {group.package for group in TABLES[self.policy.base]}
         self._awaited = tuple(sorted(package for package in packages if not is_loaded(package)))
         for rule in self.rules():
             if self._rules.get((id(rule.owner), rule.name)) != rule:

@@ -173,9 +173,9 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
 def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | None = None) -> Convert:
     """The cast of a single tensor that a rule of this kind asks for; ``dtype`` is another lower precision than the session's."""
     target = dtype or _target(kind, state)
-    convert = _converter(target, state, name)
     if kind is CastKind.FP32:
-        return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
+        return _fitting(target, state, name)
+    convert = _converter(target, state, name)
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
@@ -194,9 +194,7 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
         return None
     # As everywhere in torch, 0-dim tensors have no say where there are others.
     deciding = [x.dtype for x in floating if x.dim()] or dtypes
-    widest = functools.reduce(torch.promote_types, deciding)
-    convert = _converter(widest, state, name)
-    return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not widest else x
+    return _fitting(functools.reduce(torch.promote_types, deciding), state, name)
 
 
 def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
@@ -409,7 +407,7 @@ def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
 
 
 def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
-    """The cast of arguments for a tensor of ``dtype`` that will be written to; none when that is float64, say."""
+    """The cast of arguments to ``dtype``; none when that is float64, say."""
     if dtype not in CASTABLE:
         return lambda x: x
     convert = _converter(dtype, state, name)

@@ -173,10 +173,6 @@ def update_scale(
     ``state`` (int32, shape [7]) has the bits of the scale (float32), the clean iterations since the last overflow or growth, how
     many overflows are left before it backs off, and the iterations that overflowed: all, those in a row, and of these those
     with the scale at ``min_scale``. The last word is left alone.
-
-    An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off, to ``min_scale`` at least. A
-    clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
-    at most, and never to infinity.
     """
     rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
     kernel = backend.direct.get("update_scale")

@@ -272,16 +272,11 @@ CPU_LIST = (
 )
 # fmt: on
 
-# Layers of groups: a later one wins. A function that a policy's own list does not know keeps the default's row.
+# A later group wins. A function that a policy's own list does not know keeps the default's row.
 DEFAULT = APEX + TODAY
-TABLES: dict[str, tuple[tuple[RuleGroup, ...], ...]] = {
-    "default": (DEFAULT,),
-    "apex": (DEFAULT, APEX_ONLY),
-    "autocast-cpu": (DEFAULT, CPU_LIST),
-    "autocast-cuda": (DEFAULT, CUDA_LIST),
+TABLES: dict[str, tuple[RuleGroup, ...]] = {
+    "default": DEFAULT,
+    "apex": DEFAULT + APEX_ONLY,
+    "autocast-cpu": DEFAULT + CPU_LIST,
+    "autocast-cuda": DEFAULT + CUDA_LIST,
 }
-
-
-def tables_for(base: str) -> tuple[RuleGroup, ...]:
-    """The groups of a policy's tables, one after the other; ``"autocast"`` needs `Policy.for_device` before."""
-    return tuple(group for layer in TABLES[base] for group in layer)
