@@ -30,7 +30,6 @@ _softmax, _log_softmax = torch.softmax, torch.log_softmax
 _native_layer_norm = torch.native_layer_norm
 _native_group_norm = torch.native_group_norm
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-_embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
@@ -249,34 +248,27 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
     return dx, *(None,) * 7
 
 
-def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
-    """Wrap ``embedding``: tables that may have narrow gradients get them by rows (`RowsOfTable`).
+def with_gradients_of_tables(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
+    """Wrap ``embedding``: large tables that would be cast, or may have narrow gradients, get gradients by rows (`RowsOfTable`).
 
     Sparse gradients are in the table's precision: autograd casts none.
     """
 
     def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-        if not sparse:
-            if takes_narrow_gradients(weight) and not scale_grad_by_freq and _records_plainly(weight):
-                return RowsOfTable.apply(original, weight, indices, padding_idx)
-            return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
-        rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
-        return rows.float() if rows.dtype in LOWER_PRECISION else rows
+        if sparse:
+            rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
+            return rows.float() if rows.dtype in LOWER_PRECISION else rows
+        by_rows = takes_narrow_gradients(weight) and not scale_grad_by_freq
+        if state.verbosity < 2 and _is_cast(weight, state) and weight.requires_grad:
+            by_rows = weight.numel() >= _WORTHWHILE
+        if by_rows and _records_plainly(weight):
+            return RowsOfTable.apply(original, weight, indices, padding_idx, scale_grad_by_freq)
+        return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
 
     return call
 
 
-def _embedding(original, weight, indices, padding_idx, scale_grad_by_freq):
-    return original(weight.detach(), indices, padding_idx, scale_grad_by_freq).float(), (indices,)
-
-
-def _gradients_of_embedding(grad, needed, statistics, weight, indices, padding_idx, scale_grad_by_freq):
-    rows = _embedding_backward(grad, indices, len(weight), padding_idx, scale_grad_by_freq)
-    return rows.to(weight.dtype), None, None, None
-
-
 _COMPUTATIONS = {
-    "embedding": _Computation(lambda *arguments: arguments, _embedding, _gradients_of_embedding),
     "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
     "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm),

@@ -85,22 +85,27 @@ def past_the_getter() -> Iterator[None]:
 
 
 class RowsOfTable(torch.autograd.Function):
-    """Autograd function ``embedding(table, indices, padding_index)``: makes a large table's narrow gradient with no float32 one."""
+    """Autograd function for float32 rows of a table in any precision, whose gradients it adds up in float32.
+
+    It makes a large table's narrow gradient with no float32 one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, embedding: Callable[..., Tensor], table: Tensor, indices: Tensor, padding_index: int
+        ctx: Any, embedding: Callable[..., Tensor], table: Tensor, indices: Tensor, padding_index: int, by_freq: bool
     ) -> Tensor:
-        ctx.table, ctx.padding_index = table, padding_index
+        ctx.table, ctx.padding_index, ctx.by_freq = table, padding_index, by_freq
         ctx.save_for_backward(indices)
-        return embedding(table, indices, padding_index)
+        return embedding(table, indices, padding_index, by_freq).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         (indices,), table, padding_index = ctx.saved_tensors, ctx.table, ctx.padding_index
-        if _library.hand_on_rows(table, grad, indices, padding_index):
-            return None, None, None, None
-        return None, _embedding_backward(grad, indices, len(table), padding_index, False), None, None
+        is_narrow = takes_narrow_gradients(table) and not ctx.by_freq
+        if is_narrow and _library.hand_on_rows(table, grad, indices, padding_index):
+            return None, None, None, None, None
+        rows = _embedding_backward(grad, indices, len(table), padding_index, ctx.by_freq)
+        return None, rows.to(table.dtype), None, None, None
 
 
 def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

@@ -76,7 +76,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         # The log of casts is written where a copy is made.
         saving = without_copies(wrapper, original, state, owner, name) if state.verbosity < 2 else None
         if owner is torch and name == "embedding":
-            saving, in_cpp = with_gradients_of_tables(saving or wrapper, original), False
+            saving, in_cpp = with_gradients_of_tables(wrapper, original, state), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
     wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
