@@ -25,7 +25,7 @@ from ..patching import PatchSet
 from ..policy import TABLES, Policy
 from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cache import CastCaches
-from .cpp_wrappers import CppWrappers, remind_dynamo
+from .cpp_wrappers import remind_dynamo
 from .library import library
 from .state import CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
@@ -66,8 +66,6 @@ class Casting(CastingState):
         self.device_types = frozenset(device_types)
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
-        #: The wrappers in C++, where that library is loaded.
-        self.cpp = None if control is None else CppWrappers(library, control)
         #: Whether it also casts in the forward of models of other levels, as `amp.init` of the drop-in asks.
         self.covers_every_model = False
         self._patches = PatchSet()
@@ -283,7 +281,7 @@ class Casting(CastingState):
             self._patches.set(rule.owner, rule.name, stored)
             self._wrappers.pop(id(function), None)
             return
-        wrapper = wrap(rule, function, self, self.cpp)
+        wrapper = wrap(rule, function, self, self._patches)
         self._wrapped_by[id(wrapper)], self._wrappers[id(function)] = function, wrapper
         self._patches.set(rule.owner, rule.name, type(stored)(wrapper) if is_special else wrapper)
 
@@ -291,8 +289,6 @@ class Casting(CastingState):
         self._patches.restore()
         for known in (self._originals, self._rules, self._wrapped_by, self._wrappers):
             known.clear()
-        if self.cpp is not None:
-            self.cpp.close()
         self.caches.drop()
 
 

@@ -59,18 +59,18 @@ class CastingState:
         #: Whether the engine was closed. Its wrappers may stay in place for a while: see Note [plain places].
         self.closed = False
         self._torchs_choice: dict[str, torch.dtype] = {}
-        self._control = control
+        self.control = control
 
     def tell_wrappers(self) -> None:
         """Let wrappers follow what was set: ``device_types``, ``installed``, ``stores``."""
         self.autocast_types = tuple(filter(_is_known, sorted(self.device_types)))
         self._torchs_choice = {device_type: default_precision(device_type) for device_type in self.autocast_types}
-        if self._control is not None:
+        if self.control is not None:
             choices, others = (
                 list(self._torchs_choice.values()),
                 sorted(self.device_types.difference(self.autocast_types)),
             )
-            self._control.set(
+            self.control.set(
                 self.installed, self.stores, self.autocast_types, choices, tuple(others), self.lower_precision
             )
 

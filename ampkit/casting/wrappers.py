@@ -18,7 +18,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
+from ..patching import Undo
 from ..policy.cast_rules import CastKind, CastRule
 from ..policy.tables import CPU_LIST, CUDA_LIST
+from .cpp_wrappers import wrap_in_cpp
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32
-
-if TYPE_CHECKING:
-    from .cpp_wrappers import CppWrappers
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -56,8 +55,8 @@ _ANY_ADVICE = "the policy refuses it in lower precision. Give it float32, or cha
 _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
-def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappers | None) -> Callable:
-    """Wrap ``original``, the function at ``rule.owner.name``, as the rule says."""
+def wrap(rule: CastRule, original: Callable, state: CastingState, undo: Undo) -> Callable:
+    """Wrap ``original``, the function at ``rule.owner.name``, as the rule says, until the `undo`."""
     kind, owner, name = rule.kind, rule.owner, rule.name
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
@@ -67,7 +66,9 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         plain = _in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
-    in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
+    in_cpp = (
+        state.control is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
+    )
     in_cpp = in_cpp and kind not in (CastKind.CONTRACTION, CastKind.FP32_WEIGHTS)
     if kind is CastKind.LOWER_PRECISION_FP and isinstance(original, FunctionType) and name in _WIDENED_BY_AUTOCAST:
         in_cpp = False  # it leaves torch.autocast on beneath functions in Python
@@ -86,7 +87,8 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
             weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
         # What C++ refuses in lower precision it leaves to Python.
-        wrapper = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
+        in_cpp_as = CastKind.BANNED if saving else kind
+        wrapper = wrap_in_cpp(state.control, undo, wrapper, original, owner, name, in_cpp_as, target, **weights)
     if isinstance(wrapper, FunctionType):
         _name_like(wrapper, original, owner, name)
     return wrapper
