@@ -74,7 +74,6 @@ class Casting(CastingState):
         self._wrappers: dict[int, Any] = {}  # wrappers by the id of their original
         self._rules: dict[tuple[int, str], CastRule] = {}
         self._own: dict[tuple[int, str], CastRule] = {}  # rules of the user's that came after `install`
-        self._tag = ""
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
         self._out_of_date: set[int] = set()  # threads that were in a region when the device types changed
 
@@ -154,17 +153,14 @@ class Casting(CastingState):
         for rule in self.rules():
             if self._rules.get((id(rule.owner), rule.name)) != rule:
                 self._patch(rule)
-        self._describe()
+        self.tell_wrappers()
 
     def cast_on(self, device_types: Iterable[str], stores: bool | None = None) -> None:
         """Cast tensors on these device types and no others; ``stores`` says whether models have narrow results."""
-        device_types = frozenset(device_types)
-        if stores is not None:
-            self.stores = stores
-            self.tell_wrappers()
-        if device_types != self.device_types:
-            self.device_types = device_types
-            self._describe()
+        before, self.device_types = self.device_types, frozenset(device_types)
+        self.stores = self.stores if stores is None else stores
+        self.tell_wrappers()
+        if before != self.device_types:
             if threading.get_ident() in switched_on:
                 self._out_of_date.add(threading.get_ident())
                 self._bring_up_to_date()
@@ -239,13 +235,6 @@ class Casting(CastingState):
             else:
                 self._out_of_date.add(ident)
 
-    def _describe(self) -> None:
-        """Write all that decides which calls are cast into a tag for compiled code."""
-        rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
-        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
-        self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
-        self.tell_wrappers()
-
     def _stay_off(self) -> None:
         """Switch casting off in a forked child: wrappers stay in place there, and call torch's functions."""
         self._end()
@@ -255,8 +244,13 @@ class Casting(CastingState):
         self.tag_compiled_code()
 
     def tag_compiled_code(self) -> None:
-        """Tag code that this thread compiles now, so that it is kept on disk apart from code with other casts."""
-        tag_compiled_code(f"{self._tag} {self.other_precision() or ''}" if self.is_on() else "")
+        """Tag code that this thread compiles now with all that decides which calls are cast: it is kept on disk apart."""
+        if not self.is_on():
+            return tag_compiled_code("")
+        rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
+        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
+        precisions = f"{self.lower_precision} {self.other_precision() or ''}"
+        tag_compiled_code(f"{precisions} {sorted(self.device_types)} {digest}")
 
     def original_of(self, function: Any) -> Any:
         """The function of torch under a wrapper; anything but a wrapper unchanged."""

@@ -95,12 +95,9 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
         for owner, name in itertools.product(owners, group.names):
             if hasattr(owner, name):
                 rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason, group.narrow)
-    extra_rules = list(extra_rules)
-    for rule in extra_rules:
-        for owner, name in namesakes(rule):
-            rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)
-    for rule in extra_rules:
-        rules[id(rule.owner), rule.name] = rule
+    extra = list(extra_rules)
+    native = [CastRule(NATIVE, *namesake, rule.reason) for rule in extra for namesake in namesakes(rule)]
+    rules.update(((id(rule.owner), rule.name), rule) for rule in (*native, *extra))
     return list(rules.values())
 
 
