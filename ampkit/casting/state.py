@@ -66,13 +66,9 @@ class CastingState:
         self.autocast_types = tuple(filter(_is_known, sorted(self.device_types)))
         self._torchs_choice = {device_type: default_precision(device_type) for device_type in self.autocast_types}
         if self.control is not None:
-            choices, others = (
-                list(self._torchs_choice.values()),
-                sorted(self.device_types.difference(self.autocast_types)),
-            )
-            self.control.set(
-                self.installed, self.stores, self.autocast_types, choices, tuple(others), self.lower_precision
-            )
+            choices = list(self._torchs_choice.values())
+            others = tuple(self.device_types.difference(self.autocast_types))
+            self.control.set(self.installed, self.stores, self.autocast_types, choices, others, self.lower_precision)
 
     def leave(self) -> None:
         """Switch this thread off where the engine, now closed, has left it on."""
