@@ -34,7 +34,7 @@ from ..policy.tables import CPU_LIST, CUDA_LIST
 from .cpp_wrappers import wrap_in_cpp
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
-from .tensors import CONVERT, map_tensors, tensors_in, to_float32
+from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -205,6 +205,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     is_fp32 = kind is CastKind.FP32
+    to_be_cast = LOWER_PRECISION if is_fp32 else CASTABLE
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         odd = [] if is_fp32 else [x for x in tensors_in(args, kwargs) if x.dtype in _EXACT or x.layout in _SPARSE]
@@ -216,7 +217,14 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
         if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:
             cast = caster(kind, state, name, dtype=dtype)
         if (out := kwargs.get("out")) is None:
-            return call(*map_tensors(args, cast), **map_tensors(kwargs, cast))
+            converted = []
+            for x in args:
+                if isinstance(x, Tensor):
+                    x = cast(x) if x.dtype in to_be_cast else x
+                elif not (isinstance(x, LEAVES) or _is_shape(x)):
+                    x = map_tensors(x, cast)
+                converted.append(x)
+            return call(*converted, **map_tensors(kwargs, cast)) if kwargs else call(*converted)
         if is_fp32 and _dtype_of(out) is not torch.float32:
             return as_it_is(*args, **kwargs)
         return _into(out, as_it_is, args, kwargs, state, name)
@@ -414,6 +422,10 @@ def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Conve
         return lambda x: x
     convert = _converter(dtype, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is tuple and set(map(type, value)) <= {int}
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
