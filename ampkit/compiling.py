@@ -1,8 +1,7 @@
 """Work that accompanies compiled code, and helpers for code that dynamo traces.
 
-A graph of torch.compile holds what Python did while it was traced. The work of an initialized model before each forward
-(take over values that were written to loans, refuse changed dtypes) cannot be in it: `compiled_models` runs it before
-compiled code instead. `forget_traces` is for code that changes what a trace would contain.
+A graph of torch.compile holds what Python did while it was traced, which the work of an initialized model before each forward
+must not be: `compiled_models` runs it before compiled code instead ("Loans and compiled code" in NOTES.md).
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ def is_compiling_here() -> bool:
 
 
 def tag_compiled_code(casts: str) -> None:
-    """Tag the keys of torch's caches on disk, so that compiled code with other casts is kept apart; "" is no casts.
-
-    A graph names ``x @ y`` and not the wrapper that runs: torch's caches would give a program without casts the
-    code that was compiled with them.
-    """
+    """Tag the keys of torch's caches on disk, so that compiled code with other casts is kept apart; "" is no casts."""
     key_tag = config.cache_key_tag.split(_TAG)[0]
     config.cache_key_tag = f"{key_tag}{_TAG}{casts}" if casts else key_tag
 

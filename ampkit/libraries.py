@@ -24,11 +24,8 @@ BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''
 #: The reason why a library that may be there is not used.
 SWITCHED_OFF = "AMPKIT_EXTENSION=off"
 
-#: The values that require a library, and the command that builds it.
-_STRICT = {
-    "require": BUILD,
-    "emulated": "make venv; pytest finds it in a checkout",
-}
+#: The values that require a library.
+_STRICT = ("require", "emulated")
 
 
 def cuda_is_emulated() -> bool:
@@ -56,5 +53,5 @@ def report_broken(why: str, error: Exception) -> None:
     """Raise ExtensionError where libraries are required, else log a warning: a library is broken or for another torch."""
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish in _STRICT:
-        raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {_STRICT[wish]}") from error
+        raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {BUILD}") from error
     logger.warning("%s. ampkit works without it, slower; %s builds it anew.", why, BUILD)

@@ -97,12 +97,7 @@ class Undo(ExitStack):
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Register ``undo(thing)``, which is skipped if the thing is gone by then."""
         ref = Reference(thing)
-
-        def run() -> None:
-            if (alive := ref()) is not None:
-                undo(alive)
-
-        self.callback(run)
+        self.callback(lambda: (alive := ref()) is None or undo(alive))
 
 
 def run_all(undos: Iterable[tuple[Any, ...]]) -> None:

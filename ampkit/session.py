@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from . import patching, validation
+from .casting import library as in_cpp
 from .casting.engine import Casting, active_casting, switch_off_left_on
-from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.state import out_of_modes
 from .compiling import compiled_models, forget_traces, is_compiling_here
@@ -375,8 +375,10 @@ class Session:
 @functools.cache  # once in a process
 def _log_missing_libraries() -> None:
     """Log which compiled libraries are missing, since pip hides it. The import has warned of broken ones."""
-    libraries = {"compiled kernels": implementation(), "O1's wrappers in C++": dispatch()}
-    missing = [name for name, x in libraries.items() if x.name in ("reference", "Python") and x.why != SWITCHED_OFF]
+    kernels = implementation()
+    libraries = {"compiled kernels": (kernels.name == "extension", kernels.why)}
+    libraries["O1's wrappers in C++"] = in_cpp.library is not None, in_cpp.why
+    missing = [name for name, (is_here, why) in libraries.items() if not is_here and why != SWITCHED_OFF]
     if missing:
         logger.info(
             "The %s are missing: every feature works, slower. '%s' builds them; 'ampkit info' says more.",

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ampkit.casting.engine import Casting
-from ampkit.casting.library import dispatch
+from ampkit.casting.library import library, why
 
 CALLS = 400
 UNPATCHED = "torch.relu"
@@ -45,13 +45,13 @@ def main() -> None:
         "autocast": (mixed, lambda: torch.autocast(device, dtype)),
         "Python": (mixed, lambda: patched(device, dtype, in_python=True)),
     }
-    if dispatch().library is not None:
+    if library is not None:
         contenders["C++"] = (mixed, lambda: patched(device, dtype, in_python=False))
     times = measure(contenders, chosen.repetitions)
 
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {where}, {chosen.dtype}: medians of {chosen.repetitions} x {CALLS} calls, in us")
-    print(f"wrappers in C++: {dispatch().why}")
+    print(f"wrappers in C++: {why}")
     report(times)
 
 

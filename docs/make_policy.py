@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampkit.policy.autocast import CPU_LIST, CUDA_LIST
 from ampkit.policy.cast_rules import CastKind, RuleGroup
-from ampkit.policy.tables import APEX, APEX_ONLY, DEFAULT
+from ampkit.policy.tables import APEX, APEX_ONLY, CPU_LIST, CUDA_LIST, DEFAULT
 
 PAGE = Path(__file__).with_name("policy.md")
 WORDS = {

@@ -28,7 +28,7 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
-from ampkit.casting.library import dispatch
+from ampkit.casting import library as wrappers
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 
@@ -50,7 +50,7 @@ def device(request):
 # What is built, and why it is missing where it is.
 COMPILED = {
     "kernels": lambda: None if kernels.implementation().name == "extension" else kernels.implementation().why,
-    "wrappers": lambda: None if dispatch().library is not None else dispatch().why,
+    "wrappers": lambda: None if wrappers.library is not None else wrappers.why,
 }
 
 

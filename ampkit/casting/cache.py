@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import patching
+from ..dtypes import LOWER_PRECISION
 from ..labels import labelled
 
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -24,31 +26,25 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CastCaches:
-    """The stores of one engine, one for each dtype, made by ``make_store`` at its first use; none where that is None."""
+    """The stores of one engine, one for each lower precision; none where ``store_class``, ampkit._casting.CastStore, is None."""
 
     #: The number of dispatch modes that only watch: they need not see casts.
     watchers = 0
 
-    def __init__(self, make_store: Any | None) -> None:
-        self._make_store = make_store
-        self._by_dtype: dict[torch.dtype, Any] = {}
-        self._stores: tuple[Any, ...] = ()  # the same; replaced as a whole, since other threads go through it
+    def __init__(self, store_class: Any) -> None:
+        self._store_class = store_class
+        dtypes = () if store_class is None else LOWER_PRECISION
+        self._by_dtype = {dtype: store_class() for dtype in dtypes}
+        self._stores = tuple(self._by_dtype.values())
+        if torch.cuda.is_available():
+            for store in self._stores:
+                store.capturing = torch.cuda.is_current_stream_capturing
         self._bypasses = 0
-        self._keeps_all = False
         self._kept = _Kept()
-        self.renew_lock()
 
     def of(self, dtype: torch.dtype) -> Any | None:
         """The store of tensors cast to ``dtype``, if there are any."""
-        store = self._by_dtype.get(dtype)
-        if store is None and self._make_store is not None:
-            with self._lock:
-                store = self._by_dtype.setdefault(dtype, self._make_store())
-                self._stores = tuple(self._by_dtype.values())
-                if torch.cuda.is_available():
-                    store.capturing = torch.cuda.is_current_stream_capturing
-                self._tell_stores()
-        return store
+        return self._by_dtype.get(dtype)
 
     def cast(self, dtype: torch.dtype, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of a weight to ``dtype``, or a new one, made by ``convert`` and kept where that is safe."""
@@ -63,14 +59,10 @@ class CastCaches:
         cast: Tensor = store.cast(weight, convert)
         return cast
 
-    def _tell_stores(self) -> None:
-        for store in self._stores:
-            store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
-
     def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
         """A context for a call of an initialized model or its method, in a region: casts of weights live to the outermost's end."""
         region = region or nullcontext()
-        return region if self._make_store is None else Call(self, region)
+        return region if self._store_class is None else Call(self, region)
 
     def end(self, number: int) -> None:
         """End the call, or `keep`, with this number."""
@@ -80,24 +72,24 @@ class CastCaches:
     @contextlib.contextmanager
     def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
         """Keep casts of these weights that this thread makes inside. The script promises no writes that torch does not count."""
-        if self._make_store is None:
+        if self._store_class is None:
             yield
             return
         kept, number = self._kept, next(_numbers)
         outer = kept.weights
         kept.weights = (*outer, *weights)
-        before = self._make_store.set_kept(number, kept.weights)
+        before = self._store_class.set_kept(number, kept.weights)
         try:
             yield
         finally:
             kept.weights = outer
-            self._make_store.set_kept(before, outer)
+            self._store_class.set_kept(before, outer)
             self.end(number)
 
     def keep_all(self) -> None:
         """Keep casts to the next `drop`, wherever they are made, as the handle of Apex's ``amp.init`` does."""
-        self._keeps_all = True
-        self._tell_stores()
+        for store in self._stores:
+            store.keeps_all = True
 
     def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
         """Keep casts of these weights to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
@@ -125,9 +117,10 @@ class CastCaches:
 
     def bypass(self, more: int = 1) -> None:
         """Cast weights at every use from now on, or undo that with -1."""
-        with self._lock:
+        with patching.changing:
             self._bypasses += more
-            self._tell_stores()
+            for store in self._stores:
+                store.bypassed = self._bypasses > 0
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -137,10 +130,6 @@ class CastCaches:
             yield
         finally:
             self.bypass(-1)
-
-    def renew_lock(self) -> None:
-        """Make the lock, in a forked child once more: a thread of the parent may have held it."""
-        self._lock = threading.RLock()  # reentrant: garbage that is collected under it may come here again
 
 
 _numbers = itertools.count(1)
@@ -160,7 +149,7 @@ class Call:
 
     def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
         self._caches = caches
-        self._set = caches._make_store.set_call
+        self._set = caches._store_class.set_call
         self._region = region
         self._number = 0  # stays 0 inside of another call of its thread
 

@@ -1,14 +1,8 @@
 """Wrappers in C++, where the library is loaded: `wrappers.wrap` puts them around wrappers in Python.
 
-A ``Call`` of ampkit._casting replaces one name of torch. It handles common arguments, and passes everything else to the
-Python wrapper beneath it, which torch.compile traces instead. A process makes it once and lends it to one engine after
-the other, since dynamo cannot forget what it learned about a function.
-
-Note [three shapes]
-    A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
-    bind and pickle like torch's own, at the same cost. A function written in Python stays one and calls the C++ wrapper,
-    since a built-in function cannot show its signature. So does a function whose own name (``linalg_norm``) differs from
-    the name under which it is found and pickled.
+See "Wrappers twice" in NOTES.md. A process makes a ``Call`` of ampkit._casting for a name of torch once, and lends it to one
+engine after the other, since dynamo cannot forget what it learned about a function. A function whose own name (``linalg_norm``)
+differs from the name under which it is found and pickled stays one in Python, as those that torch wrote in Python do.
 """
 
 from __future__ import annotations
@@ -21,51 +15,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..patching import Undo
 from ..policy.cast_rules import CastKind
+from .library import library
 
 _compiling = torch.compiler.is_compiling
 
 
-class CppWrappers:
-    """The C++ wrappers of one engine, until `close`."""
+def wrap_in_cpp(
+    control: Any,
+    undo: Undo,
+    wrapper: Callable,
+    original: Callable,
+    owner: Any,
+    name: str,
+    kind: CastKind,
+    target: torch.dtype,
+    store: Any = None,
+    cast_weight: Callable[[Tensor], Tensor] | None = None,
+) -> Callable:
+    """Return the function to patch ``owner.name`` with, to the `undo`: ``wrapper`` itself, where C++ has no shape for it.
 
-    def __init__(self, library: ModuleType, control: Any) -> None:
-        self._library = library
-        self._control = control
-        self._bound: list[Any] = []
+    Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
+    """
+    known = id(owner), name, type(original)
+    if known not in _places:
+        _places[known] = _make_place(owner, name, original)
+    if (place := _places[known]) is None:
+        return wrapper
+    place.call.bind(kind.name, original, control, wrapper, target, store, cast_weight)
+    _traced[place.key] = wrapper
+    undo.callback(_unbind, place, original)
+    in_python = isinstance(original, FunctionType) or original.__name__ != name
+    return _written_in_python(place.function, wrapper) if in_python else place.function
 
-    def around(
-        self,
-        wrapper: Callable,
-        original: Callable,
-        owner: Any,
-        name: str,
-        kind: CastKind,
-        target: torch.dtype,
-        store: Any = None,
-        cast_weight: Callable[[Tensor], Tensor] | None = None,
-    ) -> Callable:
-        """Return the function to patch ``owner.name`` with: ``wrapper`` itself, where C++ has no shape for it.
 
-        Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
-        """
-        known = id(owner), name, type(original)
-        if known not in _places:
-            _places[known] = _make_place(self._library, owner, name, original)
-        if (place := _places[known]) is None:
-            return wrapper
-        place.call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
-        _traced[place.key] = wrapper
-        self._bound.append((place, original))
-        in_python = isinstance(original, FunctionType) or original.__name__ != name
-        return _written_in_python(place.function, wrapper) if in_python else place.function
-
-    def close(self) -> None:
-        """Make these wrappers call torch's functions from now on, wherever a script has kept one."""
-        while self._bound:
-            place, original = self._bound.pop()
-            place.call.unbind()
-            _traced[place.key] = original
+def _unbind(place: _Place, original: Callable) -> None:
+    """Make a wrapper call torch's function from now on, wherever a script has kept it."""
+    place.call.unbind()
+    _traced[place.key] = original
 
 
 def remind_dynamo() -> None:
@@ -100,7 +88,7 @@ _traced: dict[str, Callable] = {}
 _places: dict[tuple[int, str, type], _Place | None] = {}
 
 
-def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
+def _make_place(owner: Any, name: str, original: Callable) -> _Place | None:
     is_method = owner is Tensor and isinstance(original, (MethodDescriptorType, WrapperDescriptorType))
     is_function = isinstance(owner, ModuleType) and isinstance(original, BuiltinFunctionType)
     if not (is_method or is_function or isinstance(original, FunctionType)):

@@ -116,8 +116,8 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
             args, kwargs = _cast(kind, casting, label, args, kwargs)
         else:  # models/NOTES.md: "Where the tables hold"
             lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
-            if casting.state.holds_for(lower):
-                with casting.state.region(True, lower[0].dtype, narrow=True):
+            if casting.holds_for(lower):
+                with casting.region(True, lower[0].dtype, narrow=True):
                     args, kwargs = _cast(kind, casting, label, args, kwargs)
         return fn(*args, **kwargs)
 
@@ -127,10 +127,10 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
 def _cast(kind: CastKind, casting: Casting, label: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Cast the arguments of a decorated function by its rule, where casts are on."""
     if kind is CastKind.PROMOTE:
-        cast = promoter(casting.state, label, args, kwargs)
+        cast = promoter(casting, label, args, kwargs)
     else:
-        other = casting.state.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
-        cast = caster(kind, casting.state, label, dtype=other)
+        other = casting.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
+        cast = caster(kind, casting, label, dtype=other)
     return (args, kwargs) if cast is None else (map_tensors(args, cast), map_tensors(kwargs, cast))
 
 

@@ -1,6 +1,6 @@
 """The engine of every level that casts: it patches torch with the wrappers, switches casting on and off, and restores torch.
 
-There is one engine at a time, owned by the sessions that cast. `state.py` reads whether a thread's calls are cast. It is
+There is one engine at a time, owned by the sessions that cast. state.py reads whether a thread's calls are cast. It is
 set here: by `install` for its thread, and by the forward of an initialized model for others.
 """
 
@@ -22,12 +22,12 @@ from .. import patching
 from ..compiling import compiled_models, forget_traces, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from ..policy import Policy, tables_for
-from ..policy.cast_rules import CastKind, CastRule, is_loaded, namesakes
+from ..policy import TABLES, Policy
+from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cache import CastCaches
-from .cpp_wrappers import CppWrappers, remind_dynamo
-from .library import dispatch
-from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_regions, restore, save, switch
+from .cpp_wrappers import remind_dynamo
+from .library import library
+from .state import CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
@@ -39,13 +39,11 @@ _active: Casting | None = None
 # The user's rules, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
 
-# Threads that closed engines have still to switch off, with their states before: only a thread itself can do that, and only at a
-# plain place for good. Until then the wrappers of the last of these engines stay in place.
-_left_on: dict[int, Saved] = {}
+# The last engine that was closed. Its wrappers stay in place until all threads are switched off.
 _leaving: Casting | None = None
 
 
-class Casting:
+class Casting(CastingState):
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
 
     Tensors are cast on the device types in ``device_types`` only. ``scope`` "process" casts every call of the thread that
@@ -61,19 +59,13 @@ class Casting:
         in_python: bool = False,
         scope: str = "process",
     ) -> None:
+        control = None if library is None or in_python else library.Switch()
+        super().__init__(
+            lower_precision, verbosity, CastCaches(None if library is None else library.CastStore), control
+        )
+        self.device_types = frozenset(device_types)
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
-        library = dispatch().library
-        self.caches = CastCaches(None if library is None else library.CastStore)
-        control = None if library is None or in_python else library.Switch()
-        #: The state that the wrappers read.
-        self.state = CastingState(lower_precision, verbosity, self.caches, control)
-        #: The wrappers in C++, where that library is loaded.
-        self.cpp = None if control is None else CppWrappers(library, control)
-        self.device_types = frozenset(device_types)
-        self._installed = False
-        self._paused = False
-        self._stores = False  # whether models have narrow results
         #: Whether it also casts in the forward of models of other levels, as `amp.init` of the drop-in asks.
         self.covers_every_model = False
         self._patches = PatchSet()
@@ -81,15 +73,9 @@ class Casting:
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of their wrapper
         self._wrappers: dict[int, Any] = {}  # wrappers by the id of their original
         self._rules: dict[tuple[int, str], CastRule] = {}
-        self._tag = ""
+        self._own: dict[tuple[int, str], CastRule] = {}  # rules of the user's that came after `install`
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
-        # States of threads before they were switched on for good, by their ident.
-        self._switched_on: dict[int, Saved] = {}
         self._out_of_date: set[int] = set()  # threads that were in a region when the device types changed
-
-    @property
-    def lower_precision(self) -> torch.dtype:
-        return self.state.lower_precision
 
     def install(self) -> None:
         """Patch torch, or restore it when anything fails midway."""
@@ -97,20 +83,17 @@ class Casting:
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
         _restore_torch()
-        rules = self.policy.rules(_registered.values())
-        self._await_packages()
         remind_dynamo()
         collects = gc.isenabled()
         gc.disable()  # a collection, where large libraries are loaded, takes ten times as long as all of this
         try:
-            for rule in rules:
-                self._patch(rule)
+            self._follow_rules()
             patch_torch(self._patches, self)
-            self._installed = True
-            self._describe()
-            self.switch_on_here()
-            compiled_models.before_each_call(self._mark_regions)
+            self.installed = True
+            self.tell_wrappers()
             _active = self
+            self.switch_on_here()
+            compiled_models.before_each_call(self.mark_regions)
             forget_traces()
         except BaseException:
             self.close()
@@ -125,9 +108,9 @@ class Casting:
         Where a thread cannot be switched off for good yet, wrappers stay in place until it can: see Note [plain places].
         """
         global _active, _leaving
-        self._stores = False
+        self.stores = False
         self._end()
-        compiled_models.not_before_calls(self._mark_regions)
+        compiled_models.not_before_calls(self.mark_regions)
         self.tag_compiled_code()
         if _active is self:
             _active = None
@@ -136,52 +119,49 @@ class Casting:
         if _leaving is self:
             forget_traces()
             compiled_models.before_each_call(switch_off_left_on)
-        if threading.main_thread().ident in _left_on:
+        if threading.main_thread().ident in switched_on:
             _switch_main_thread_off()
 
     def _end(self) -> None:
-        self._installed = False
-        self._tell_state()
-        self.state.closed, self.state.before, self.state.leave = True, dict(self._switched_on), switch_off_left_on
-        _left_on.update(self._switched_on)
-        self._switched_on.clear()
+        self.installed, self.closed = False, True
+        self.tell_wrappers()
+
+    def leave(self) -> None:
+        switch_off_left_on()
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
-        """Apply a rule of the user's at once; it replaces a rule of the tables for the same function."""
-        rule = CastRule(kind, owner, name)
-        for owner, name in namesakes(rule):
-            if (id(owner), name) not in _registered:
-                self._patch(CastRule(CastKind.NATIVE, owner, name))
-        self._patch(rule)
-        self._describe()
+        """Apply a rule of the user's at once; it wins over all others for the same function."""
+        self._own[id(owner), name] = CastRule(kind, owner, name)
+        self._follow_rules()
         forget_traces()
 
     def catch_up(self) -> None:
         """Apply the rows of packages that were loaded since `install`."""
         # In nearly every forward the first test decides, and calls no Python function.
-        if sys.modules.keys().isdisjoint(self._awaited) or not any(map(is_loaded, self._awaited)):
-            return
-        self._await_packages()
-        for rule in self.policy.rules(_registered.values()):
-            if (id(rule.owner), rule.name) not in self._rules:
-                self._patch(rule)
-        self._describe()
-        forget_traces()
+        if not sys.modules.keys().isdisjoint(self._awaited) and any(map(is_loaded, self._awaited)):
+            self._follow_rules()
+            forget_traces()
 
-    def _await_packages(self) -> None:
-        packages = {group.package for group in tables_for(self.policy.base)}
+    def rules(self) -> list[CastRule]:
+        """The rules that hold now."""
+        return self.policy.rules(_registered.values(), self._own.values())
+
+    def _follow_rules(self) -> None:
+        """Patch the functions whose rules are others than before, and await packages whose rows are left out."""
+        packages = {group.package for group in TABLES[self.policy.base]}
         self._awaited = tuple(sorted(package for package in packages if not is_loaded(package)))
+        for rule in self.rules():
+            if self._rules.get((id(rule.owner), rule.name)) != rule:
+                self._patch(rule)
+        self.tell_wrappers()
 
     def cast_on(self, device_types: Iterable[str], stores: bool | None = None) -> None:
         """Cast tensors on these device types and no others; ``stores`` says whether models have narrow results."""
-        device_types = frozenset(device_types)
-        if stores is not None:
-            self._stores = stores
-            self._tell_state()
-        if device_types != self.device_types:
-            self.device_types = device_types
-            self._describe()
-            if threading.get_ident() in self._switched_on:
+        before, self.device_types = self.device_types, frozenset(device_types)
+        self.stores = self.stores if stores is None else stores
+        self.tell_wrappers()
+        if before != self.device_types:
+            if threading.get_ident() in switched_on:
                 self._out_of_date.add(threading.get_ident())
                 self._bring_up_to_date()
             forget_traces()
@@ -193,19 +173,15 @@ class Casting:
             self._switch_off_here()
             self.switch_on_here()
 
-    def is_on(self) -> bool:
-        """Whether a call made now, in this thread, would be cast."""
-        return self.state.is_on()
-
     @property
     def leaves_out_this_thread(self) -> bool:
         """Whether calls of other threads are cast everywhere, and those of this thread in the forward of models only."""
-        is_everywhere = self.scope == "process" and self._installed and not self._paused and bool(self._switched_on)
-        return is_everywhere and threading.get_ident() not in self._switched_on and number_of_regions() == 0
+        is_everywhere = self.scope == "process" and self.installed and bool(switched_on)
+        return is_everywhere and threading.get_ident() not in switched_on and number_of_regions() == 0
 
     def disabled(self) -> AbstractContextManager[Any]:
         """A region in which no calls of this thread are cast: a `Region`, or torch's own in a trace."""
-        return self.state.region(False)
+        return self.region(False)
 
     def forward_scope(self, narrow_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """The context of an initialized model's forward pass, which is cast unless a region of the script says otherwise.
@@ -214,14 +190,13 @@ class Casting:
         """
         if self._out_of_date and not _compiling():
             self._bring_up_to_date()
-        state = self.state
         region: AbstractContextManager[Any] = nullcontext()
-        if state.installed and state.is_on():  # for calls of every model, or for those of the one around this
-            fits = state.is_narrow() and (state.other_precision() or self.lower_precision) is narrow_in
+        if self.installed and self.is_on():  # for calls of every model, or for those of the one around this
+            fits = self.is_narrow() and (self.other_precision() or self.lower_precision) is narrow_in
             if narrow_in is not None and not fits:
-                region = state.region(True, narrow_in, narrow=True)
-        elif state.installed and number_of_regions() == 0:
-            region = state.region(True, narrow_in, narrow=narrow_in is not None)
+                region = self.region(True, narrow_in, narrow=True)
+        elif self.installed and number_of_regions() == 0:
+            region = self.region(True, narrow_in, narrow=narrow_in is not None)
         return region if _compiling() else self.caches.call(region)
 
     def end_scope_of_process(self) -> None:
@@ -229,16 +204,11 @@ class Casting:
         self.scope = "forward"
         self._switch_off_here()
 
-    @property
-    def paused(self) -> bool:
-        """Whether casting is off in every thread until further notice, as a script of Apex's may ask."""
-        return self._paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        if self._installed and paused is not self._paused:
-            self._paused = paused
-            self._tell_state()
+    def pause(self, paused: bool) -> None:
+        """Switch casting off in every thread until further notice, or on again, as a script of Apex's may ask."""
+        if not self.closed and self.installed is paused:
+            self.installed = not paused
+            self.tell_wrappers()
             if paused:
                 self._switch_off_here()
             else:
@@ -246,10 +216,10 @@ class Casting:
 
     def switch_on_here(self) -> None:
         """Cast every call of this thread from now on, if that is the engine's scope."""
-        if self.scope == "process" and self._installed and not self._paused:
-            ident, types_now = threading.get_ident(), self.state.device_types
+        if self.scope == "process" and self.installed:
+            ident, types_now = threading.get_ident(), self.autocast_types
             if number_of_regions() == 0:
-                before, _ = self._switched_on.setdefault(ident, _left_on.pop(ident, None) or save(()))
+                before, _ = switched_on.setdefault(ident, save(()))
                 known = {device_type for device_type, *_ in before}
                 before += save([device_type for device_type in types_now if device_type not in known])[0]
                 switch(types_now, True, self.lower_precision)
@@ -258,38 +228,29 @@ class Casting:
 
     def _switch_off_here(self) -> None:
         ident = threading.get_ident()
-        if (before := self._switched_on.get(ident)) is not None:
+        if (before := switched_on.get(ident)) is not None:
             restore(before)
             if is_plain_place():
-                del self._switched_on[ident]
+                del switched_on[ident]
             else:
                 self._out_of_date.add(ident)
 
-    def _mark_regions(self) -> None:
-        mark_regions(self.state.device_types)
-
-    def _tell_state(self) -> None:
-        self.state.set(self._installed and not self._paused, self.device_types, self._stores)
-
-    def _describe(self) -> None:
-        """Write all that decides which calls are cast into a tag for compiled code."""
-        rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
-        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
-        self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
-        self._tell_state()
-
     def _stay_off(self) -> None:
         """Switch casting off in a forked child: wrappers stay in place there, and call torch's functions."""
-        self.caches.renew_lock()
         self._end()
         switch_off_left_on()
-        for device_type in self.state.device_types:  # in the midst of a forward, too
+        for device_type in self.autocast_types:  # in the midst of a forward, too
             torch.set_autocast_enabled(device_type, False)
         self.tag_compiled_code()
 
     def tag_compiled_code(self) -> None:
-        """Tag code that this thread compiles now, so that it is kept on disk apart from code with other casts."""
-        tag_compiled_code(f"{self._tag} {self.state.other_precision() or ''}" if self.is_on() else "")
+        """Tag code that this thread compiles now with all that decides which calls are cast: it is kept on disk apart."""
+        if not self.is_on():
+            return tag_compiled_code("")
+        rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
+        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
+        precisions = f"{self.lower_precision} {self.other_precision() or ''}"
+        tag_compiled_code(f"{precisions} {sorted(self.device_types)} {digest}")
 
     def original_of(self, function: Any) -> Any:
         """The function of torch under a wrapper; anything but a wrapper unchanged."""
@@ -302,28 +263,26 @@ class Casting:
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
         self._rules[key] = rule
-        if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
-            if key in self._originals:  # patched by an earlier rule
-                self._patches.set(rule.owner, rule.name, self._originals[key])
-                self._wrappers.pop(id(self._originals[key]), None)
-            return
+        is_left_alone = rule.kind is CastKind.NATIVE and not autocast_would_cast(rule)
         if key not in self._originals:
+            if is_left_alone:
+                return
             self._originals[key] = _stored(rule.owner, rule.name)
-        self._patches.set(rule.owner, rule.name, self._wrapped(self._originals[key], rule))
-
-    def _wrapped(self, stored: Any, rule: CastRule) -> Any:
-        if isinstance(stored, (staticmethod, classmethod)):
-            return type(stored)(wrap(rule, stored.__func__, self.state, self.cpp))
-        wrapper = wrap(rule, stored, self.state, self.cpp)
-        self._wrapped_by[id(wrapper)], self._wrappers[id(stored)] = stored, wrapper
-        return wrapper
+        stored = self._originals[key]
+        is_special = isinstance(stored, (staticmethod, classmethod))
+        function = stored.__func__ if is_special else stored
+        if is_left_alone:  # patched by an earlier rule
+            self._patches.set(rule.owner, rule.name, stored)
+            self._wrappers.pop(id(function), None)
+            return
+        wrapper = wrap(rule, function, self, self._patches)
+        self._wrapped_by[id(wrapper)], self._wrappers[id(function)] = function, wrapper
+        self._patches.set(rule.owner, rule.name, type(stored)(wrapper) if is_special else wrapper)
 
     def _restore(self) -> None:
         self._patches.restore()
         for known in (self._originals, self._rules, self._wrapped_by, self._wrappers):
             known.clear()
-        if self.cpp is not None:
-            self.cpp.close()
         self.caches.drop()
 
 
@@ -341,17 +300,17 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
 
 def switch_off_left_on() -> None:
     """Switch this thread off where a closed engine has left it on. Public functions and leftover wrappers call it."""
-    if (not _left_on and _leaving is None) or _active is not None or _compiling():
+    if (not switched_on and _leaving is None) or _active is not None or _compiling():
         return
     ident = threading.get_ident()
     # The end of a region restores the state before it, so inside of a region nothing is to be done.
-    if ident in _left_on and number_of_regions() == 0:
-        restore(_left_on[ident])
+    if ident in switched_on and number_of_regions() == 0:
+        restore(switched_on[ident])
         if is_plain_place():
-            del _left_on[ident]
-    for gone in _left_on.keys() - sys._current_frames().keys():
-        del _left_on[gone]
-    if not _left_on and patching.changing.acquire(blocking=False):
+            del switched_on[ident]
+    for gone in switched_on.keys() - sys._current_frames().keys():
+        del switched_on[gone]
+    if not switched_on and patching.changing.acquire(blocking=False):
         try:
             _restore_torch()
         finally:
@@ -373,7 +332,7 @@ def _restore_torch() -> None:
 def _switch_off_pending(_: Any) -> int:
     """Switch the main thread off; Python calls this there, between two instructions."""
     switch_off_left_on()
-    if threading.get_ident() in _left_on and _active is None:  # at no plain place: look again
+    if threading.get_ident() in switched_on and _active is None:  # at no plain place: look again
         again = threading.Timer(0.05, _switch_main_thread_off)
         again.daemon = True
         again.start()

@@ -1,12 +1,6 @@
 """Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
 
-If the tables cast an input to float32, autograd saves the cast. The functions here save the input as it is, and go through
-float32 again in the backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
-
-Note [when the copy is made after all]
-    If autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
-    for an autograd function of ampkit's; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
-    differentiation. Below `_WORTHWHILE` elements the copy costs less time than Python's part in an autograd function.
+See "Float32 inside" in NOTES.md. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
 """
 
 from __future__ import annotations
@@ -24,9 +18,8 @@ from ..dtypes import LOWER_PRECISION
 from .narrow_gradients import RowsOfTable, takes_narrow_gradients
 from .state import CastingState
 
-_WORTHWHILE = 1 << 16
+_WORTHWHILE = 1 << 16  # elements; below, the copy costs less time than Python's part in an autograd function
 _IN_CACHES = 1 << 18  # elements, for each thread
-_LARGE_TABLE = 1 << 16  # elements of an embedding whose gradient is narrow
 
 # Bound before anything is patched.
 _grad_enabled = torch.is_grad_enabled
@@ -37,7 +30,6 @@ _softmax, _log_softmax = torch.softmax, torch.log_softmax
 _native_layer_norm = torch.native_layer_norm
 _native_group_norm = torch.native_group_norm
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-_embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
@@ -76,7 +68,7 @@ def _is_cast(x: Any, state: CastingState) -> bool:
 
 
 def _records_plainly(x: Tensor) -> bool:
-    """Whether autograd alone records what is computed now; see Note [when the copy is made after all]."""
+    """Whether autograd alone records what is computed now: else the copy is fused, or gone as soon as the function returns."""
     return (
         not _compiling()
         and _grad_enabled()
@@ -112,17 +104,14 @@ class _Float32Inside(torch.autograd.Function):
         ctx.computation, ctx.original = computation, original
         # Tensors go where the hooks on saved tensors see them.
         ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
-        ctx.places = [index for index, value in enumerate(rest) if isinstance(value, Tensor)]
-        ctx.save_for_backward(x, *(rest[index] for index in ctx.places), *statistics)
+        ctx.save_for_backward(x, *(value if isinstance(value, Tensor) else None for value in rest), *statistics)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         x, *saved = ctx.saved_tensors
-        rest = list(ctx.rest)
-        for index, tensor in zip(ctx.places, saved, strict=False):
-            rest[index] = tensor
-        statistics = saved[len(ctx.places) :]
+        rest = [value if tensor is None else tensor for value, tensor in zip(ctx.rest, saved, strict=False)]
+        statistics = saved[len(rest) :]
         needed = ctx.needs_input_grad[2:]
         if _grad_enabled() or not statistics:
             gradients = _recomputed_gradients(ctx.original, grad, needed, x, rest)
@@ -259,36 +248,28 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
     return dx, *(None,) * 7
 
 
-def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
-    """Wrap ``embedding``: large tables that may have narrow gradients get them by rows (`RowsOfTable`).
+def with_gradients_of_tables(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
+    """Wrap ``embedding``: large tables that would be cast, or may have narrow gradients, get gradients by rows (`RowsOfTable`).
 
     The gradients of smaller ones stay float32: they take few bytes, and less time. Sparse gradients are in the table's precision:
     autograd casts none.
     """
 
     def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-        if not sparse:
-            may_be_narrow = takes_narrow_gradients(weight) and weight.numel() >= _LARGE_TABLE
-            if may_be_narrow and not scale_grad_by_freq and _records_plainly(weight):
-                return RowsOfTable.apply(original, weight, indices, padding_idx)
-            return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
-        rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
-        return rows.float() if rows.dtype in LOWER_PRECISION else rows
+        if sparse:
+            rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
+            return rows.float() if rows.dtype in LOWER_PRECISION else rows
+        by_rows = takes_narrow_gradients(weight) and not scale_grad_by_freq
+        if state.verbosity < 2 and _is_cast(weight, state) and weight.requires_grad:
+            by_rows = True
+        if by_rows and weight.numel() >= _WORTHWHILE and _records_plainly(weight):
+            return RowsOfTable.apply(original, weight, indices, padding_idx, scale_grad_by_freq)
+        return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
 
     return call
 
 
-def _embedding(original, weight, indices, padding_idx, scale_grad_by_freq):
-    return original(weight.detach(), indices, padding_idx, scale_grad_by_freq).float(), (indices,)
-
-
-def _gradients_of_embedding(grad, needed, statistics, weight, indices, padding_idx, scale_grad_by_freq):
-    rows = _embedding_backward(grad, indices, len(weight), padding_idx, scale_grad_by_freq)
-    return rows.to(weight.dtype), None, None, None
-
-
 _COMPUTATIONS = {
-    "embedding": _Computation(lambda *arguments: arguments, _embedding, _gradients_of_embedding),
     "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
     "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm),

@@ -1,33 +1,15 @@
-"""The library of wrappers in C++, ampkit._casting, where it was built for this torch, or the reason why it is missing.
+"""The library of wrappers in C++, ampkit._casting, where it was built for this torch, or None and the reason why.
 
 The library reads torch's own structures, so it serves the torch it was built with and no other. Without it the wrappers
-in Python do the same, slower. libraries.py tells how AMPKIT_EXTENSION decides.
+in Python do the same, slower. libraries.py tells how AMPKIT_EXTENSION decides, once, at import.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 from ..libraries import load_library
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """The wrappers of this process, in C++ or Python, and why."""
-
-    library: Any | None  #: the module ampkit._casting
-    why: str  #: in words, with the import error if there was one
-
-    @property
-    def name(self) -> str:
-        return "Python" if self.library is None else "C++"
-
-
-def dispatch() -> Dispatch:
-    """The choice made when ampkit was imported."""
-    return _dispatch
 
 
 def _import() -> Any:
@@ -37,5 +19,6 @@ def _import() -> Any:
     return library
 
 
-_library, _why = load_library("ampkit._casting", _import)
-_dispatch = Dispatch(_library, _why if _library is None else f"built with torch {_library.torch_version}")
+library, why = load_library("ampkit._casting", _import)
+if library is not None:
+    why = f"built with torch {library.torch_version}"

@@ -1,12 +1,9 @@
 """Gradients of large weights that stay in lower precision until a script reads them: see "Narrow gradients" in NOTES.md.
 
-A hook in C++ marks such a weight, and so does ``grad_dtype = None``, with which torch lets its gradient have any dtype.
 `getter` widens ``p.grad`` in place, once, when a script reads it. Steps of initialized optimizers, clipping by norm and
-``zero_grad`` bypass it: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
-float32: Python cannot see the hooks that DDP puts on an accumulation.
-
-`getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
-``p.grad = None`` inside of a block is noticed (`note_set_aside`, `is_set_aside`).
+``zero_grad`` bypass it. Without the library in C++ gradients are float32: Python cannot see the hooks that DDP puts on an
+accumulation. `getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken,
+and ``p.grad = None`` inside of a block is noticed.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from torch import Tensor
 
 from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet, SharedPatches, Undo
-from .library import dispatch
+from .library import library as _library
 
-_library = dispatch().library
 _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 
 #: The least number of elements of a weight whose gradient is narrow.
@@ -89,22 +85,27 @@ def past_the_getter() -> Iterator[None]:
 
 
 class RowsOfTable(torch.autograd.Function):
-    """Autograd function ``embedding(table, indices, padding_index)``: makes a large table's narrow gradient with no float32 one."""
+    """Autograd function for float32 rows of a table in any precision, whose gradients it adds up in float32.
+
+    It makes a large table's narrow gradient with no float32 one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, embedding: Callable[..., Tensor], table: Tensor, indices: Tensor, padding_index: int
+        ctx: Any, embedding: Callable[..., Tensor], table: Tensor, indices: Tensor, padding_index: int, by_freq: bool
     ) -> Tensor:
-        ctx.table, ctx.padding_index = table, padding_index
+        ctx.table, ctx.padding_index, ctx.by_freq = table, padding_index, by_freq
         ctx.save_for_backward(indices)
-        return embedding(table, indices, padding_index)
+        return embedding(table, indices, padding_index, by_freq).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         (indices,), table, padding_index = ctx.saved_tensors, ctx.table, ctx.padding_index
-        if _library.hand_on_rows(table, grad, indices, padding_index):
-            return None, None, None, None
-        return None, _embedding_backward(grad, indices, len(table), padding_index, False), None, None
+        is_narrow = takes_narrow_gradients(table) and not ctx.by_freq
+        if is_narrow and _library.hand_on_rows(table, grad, indices, padding_index):
+            return None, None, None, None, None
+        rows = _embedding_backward(grad, indices, len(table), padding_index, ctx.by_freq)
+        return None, rows.to(table.dtype), None, None, None
 
 
 def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

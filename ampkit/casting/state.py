@@ -1,6 +1,6 @@
 """The switch of casting in each thread, which is torch.autocast's own state (NOTES.md).
 
-Every wrapper reads `CastingState`; the engine owns it.
+Every wrapper reads `CastingState`; the engine (engine.py) derives from it, and sets it.
 
 Note [plain places]
     torch restores a thread's state at the end of some scopes: inference mode, a region, a backward pass, Python code that a
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ _compiling = torch.compiler.is_compiling
 class CastingState:
     """The state that the wrappers of one engine read on every call.
 
-    ``lower_precision`` is the session's. ``control`` is set alike, for the wrappers in C++, where there are any.
+    ``lower_precision`` is the session's. ``control`` is told the same, for the wrappers in C++, where there are any.
     """
 
     def __init__(
@@ -48,31 +48,31 @@ class CastingState:
         self.lower_precision = lower_precision
         self.verbosity = verbosity
         self.caches = caches
-        #: Device types whose tensors are cast, and whether the engine casts at all.
-        self.device_types: tuple[str, ...] = ()
+        #: Device types whose tensors are cast. Those that torch.autocast does not know ("meta") are cast where any others are.
+        self.device_types: frozenset[str] = frozenset()
+        #: Those of them that torch.autocast has a state for.
+        self.autocast_types: tuple[str, ...] = ()
+        #: Whether the engine casts at all.
         self.installed = False
         #: Whether models have narrow results.
         self.stores = False
-        self._torchs_choice: dict[str, torch.dtype] = {}
-        #: Set when the engine is closed; the states of threads, by ident, before it switched them on for good; and the function
-        #: that wrappers call while they stay in place: see Note [plain places].
+        #: Whether the engine was closed. Its wrappers may stay in place for a while: see Note [plain places].
         self.closed = False
-        self.before: dict[int, Saved] = {}
-        self.leave: Callable[[], None] = lambda: None
-        # Device types that torch.autocast does not know ("meta"): their tensors are cast where any others are.
-        self._followers: tuple[str, ...] = ()
-        self._control = control
+        self._torchs_choice: dict[str, torch.dtype] = {}
+        self.control = control
 
-    def set(self, installed: bool, device_types: Iterable[str], stores: bool = False) -> None:
-        """Set whether the engine is installed, on which device types it casts, and whether models have narrow results."""
-        self.device_types = tuple(device_type for device_type in sorted(device_types) if _is_known(device_type))
-        self._followers = tuple(sorted(set(device_types) - set(self.device_types)))
-        self._torchs_choice = {device_type: default_precision(device_type) for device_type in self.device_types}
-        self.installed = installed
-        self.stores = stores
-        if self._control is not None:
+    def tell_wrappers(self) -> None:
+        """Let wrappers follow what was set: ``device_types``, ``installed``, ``stores``."""
+        self.autocast_types = tuple(filter(_is_known, sorted(self.device_types)))
+        self._torchs_choice = {device_type: default_precision(device_type) for device_type in self.autocast_types}
+        if self.control is not None:
             choices = list(self._torchs_choice.values())
-            self._control.set(installed, stores, self.device_types, choices, self._followers, self.lower_precision)
+            others = tuple(self.device_types.difference(self.autocast_types))
+            self.control.set(self.installed, self.stores, self.autocast_types, choices, others, self.lower_precision)
+
+    def leave(self) -> None:
+        """Switch this thread off where the engine, now closed, has left it on."""
+        raise NotImplementedError
 
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""
@@ -80,7 +80,7 @@ class CastingState:
             if self.closed and not _compiling():
                 self.leave()
             return False
-        for device_type in self.device_types:
+        for device_type in self.autocast_types:
             if _is_enabled(device_type):
                 return True
         return False
@@ -98,13 +98,13 @@ class CastingState:
 
     def casts_on(self, device_type: str) -> bool:
         """Whether tensors on devices of this type are cast now, in this thread, where `is_on`."""
-        if device_type not in self.device_types:
-            return device_type in self._followers
+        if device_type not in self.autocast_types:
+            return device_type in self.device_types
         return _is_enabled(device_type)
 
     def other_precision(self) -> torch.dtype | None:
         """The dtype of a torch.autocast region, where it is neither the session's nor what torch has by default."""
-        for device_type in self.device_types:
+        for device_type in self.autocast_types:
             dtype = _dtype_of(device_type)
             if dtype is not self.lower_precision and _is_enabled(device_type):
                 is_chosen = dtype is not self._torchs_choice[device_type] or self.is_narrow()
@@ -122,20 +122,18 @@ class CastingState:
         dtype = dtype or self.lower_precision
         if not _compiling():
             return Region(self, enabled, dtype, narrow)
-        if len(self.device_types) == 1:
-            return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=narrow)
-        return _traced_regions(self.device_types, enabled, dtype, narrow)
+        if len(self.autocast_types) == 1:
+            return torch.autocast(self.autocast_types[0], dtype, enabled, cache_enabled=narrow)
+        return _traced_regions(self.autocast_types, enabled, dtype, narrow)
 
-    def switch_back_on(self, device_types: Sequence[str]) -> None:
-        """Switch casts on again, unless the engine was closed since; a region of the script's own goes on in either case."""
-        if self.closed and number_of_regions() == 0:
-            return self.leave()
-        for device_type in device_types:
-            torch.set_autocast_enabled(device_type, True)
+    def mark_regions(self) -> None:
+        """Make dynamo's guards tell a region without casts from a thread that was never switched on: see ampkit/NOTES.md."""
+        if not any(_is_enabled(device_type) for device_type in self.autocast_types):
+            torch.set_autocast_cache_enabled(number_of_regions() == 0)
 
     def restore(self, saved: Saved) -> None:
         """Restore the state from `save`, unless the engine was closed since: the garbage collector may end a session anywhere."""
-        restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)
+        restore(switched_on.get(threading.get_ident(), saved) if self.closed else saved)
         if self.closed:
             self.leave()
 
@@ -165,10 +163,10 @@ class Region:
         self._narrow = narrow
 
     def __enter__(self) -> Region:
-        self._before, regions = save(self._state.device_types), number_of_regions()
+        self._before, regions = save(self._state.autocast_types), number_of_regions()
         try:
             torch.autocast_increment_nesting()
-            switch(self._state.device_types, self._enabled, self._dtype, self._narrow)
+            switch(self._state.autocast_types, self._enabled, self._dtype, self._narrow)
             return self
         except BaseException:  # KeyboardInterrupt comes between any two lines
             if number_of_regions() > regions:
@@ -244,16 +242,11 @@ def out_of_modes() -> Iterator[None]:
         _left.depth -= 1
 
 
-def mark_regions(device_types: Sequence[str]) -> None:
-    """Make dynamo's guards tell a region that switches casts off from a thread that was never switched on.
-
-    Guards know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
-    """
-    if not any(_is_enabled(device_type) for device_type in device_types):
-        torch.set_autocast_cache_enabled(number_of_regions() == 0)
-
-
 Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
+
+#: The states of threads, by ident, before they were switched on for good. They outlive the engine: only a thread itself can switch
+#: itself off, and only at a plain place for good.
+switched_on: dict[int, Saved] = {}
 
 
 def save(device_types: Sequence[str]) -> Saved:
@@ -285,13 +278,17 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
         if _compiling():
             with state.region(False):
                 return function(*args, **kwargs)
-        on = [device_type for device_type in state.device_types if _is_enabled(device_type)]
+        on = [device_type for device_type in state.autocast_types if _is_enabled(device_type)]
         try:
             for device_type in on:
                 torch.set_autocast_enabled(device_type, False)
             return function(*args, **kwargs)
-        finally:
-            state.switch_back_on(on)
+        finally:  # a region of the script's own goes on even where the engine was closed since
+            if state.closed and number_of_regions() == 0:
+                state.leave()
+            else:
+                for device_type in on:
+                    torch.set_autocast_enabled(device_type, True)
 
     return call
 

@@ -89,14 +89,12 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
     """The function that maps over the items of ``value``, or None when it is no container."""
-    if isinstance(value, tuple):
-        return _map_tuple
+    if isinstance(value, (tuple, set, frozenset)):
+        return _map_fixed
     if isinstance(value, (list, deque)):
         return _map_list
     if isinstance(value, Mapping):
         return _map_mapping  # before dataclasses: Hugging Face's ModelOutput is both
-    if isinstance(value, (set, frozenset)):
-        return _map_set
     if dataclasses.is_dataclass(value) or (callable(getattr(value, "to", None)) and hasattr(value, "__dict__")):
         return _map_attributes
     return None
@@ -125,7 +123,7 @@ def _map_in_trace(value: Any, fn: Callable) -> Any:
     return value if rebuild is None else rebuild(value, lambda item: _map_in_trace(item, fn))
 
 
-def _map_tuple(value: tuple, fn: Callable) -> tuple:
+def _map_fixed(value: Any, fn: Callable) -> Any:
     items = [fn(item) for item in value]
     if _all_same(items, value):
         return value
@@ -141,11 +139,6 @@ def _map_list(value: Any, fn: Callable) -> Any:
     mapped.clear()
     mapped.extend(items)
     return mapped
-
-
-def _map_set(value: Any, fn: Callable) -> Any:
-    items = [(fn(item), item) for item in value]
-    return value if all(new is old for new, old in items) else type(value)(new for new, _ in items)
 
 
 def _map_mapping(value: Mapping, fn: Callable) -> Mapping:

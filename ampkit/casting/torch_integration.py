@@ -38,9 +38,8 @@ _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
 
 def patch_torch(patches: PatchSet, engine: Any) -> None:
     """Apply all these patches, for a `Casting` (engine.py)."""
-    state = engine.state
-    _patch_writes(patches, state)
-    _patch_autograd(patches, state)
+    _patch_writes(patches, engine)
+    _patch_autograd(patches, engine)
     _patch_checkpoints(patches)
     _patch_picklers(patches, engine)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
@@ -49,7 +48,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     # torch.fx traces with proxies, which have no dtype. The traced model is cast where it runs.
     patches.put_around(torch.fx.Tracer, "trace", functools.partial(_trace_without_casts, engine))
     # Recurrent layers refuse an input of another dtype than their weights' where torch.autocast is off.
-    on = functools.partial(_inside, lambda: state.region(True) if state.stores else nullcontext())
+    on = functools.partial(_inside, lambda: engine.region(True) if engine.stores else nullcontext())
     patches.put_around(nn.RNNBase, "check_input", on)
     # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
     for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
@@ -59,7 +58,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
         patches.put_around(module, "handle_torch_function", functools.partial(_see_through, engine))
     # A trace has to contain the casts of weights: the cache would freeze them into it.
     for name in ("_trace_impl", "trace_module"):
-        patches.put_around(torch.jit._trace, name, functools.partial(_inside, state.caches.bypassed))
+        patches.put_around(torch.jit._trace, name, functools.partial(_inside, engine.caches.bypassed))
     patches.put_around(torch._TorchCompileInductorWrapper, "__call__", functools.partial(_compile_apart, engine))
 
 
@@ -146,16 +145,14 @@ def _patch_checkpoints(patches: PatchSet) -> None:
     generator = "_checkpoint_without_reentrant_generator"
     if hasattr(checkpoint, f"{generator}_impl"):  # torch 2.15
         generator += "_impl"
-    generate, forward = getattr(checkpoint, generator), checkpoint.CheckpointFunction.forward
-
-    def generate_by_regions(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        return generate(_in_regions_of_now(fn), *args, **kwargs)
-
-    def forward_by_regions(ctx: Any, run_function: Callable, *args: Any) -> Any:
-        return forward(ctx, _in_regions_of_now(run_function), *args)
-
-    patches.set(checkpoint, generator, generate_by_regions)
-    patches.set(checkpoint.CheckpointFunction, "forward", staticmethod(forward_by_regions))
+    patches.put_around(
+        checkpoint, generator, lambda generate, fn, *args, **kwargs: generate(_in_regions_of_now(fn), *args, **kwargs)
+    )
+    patches.put_around(
+        checkpoint.CheckpointFunction,
+        "forward",
+        lambda forward, ctx, fn, *args: forward(ctx, _in_regions_of_now(fn), *args),
+    )
 
 
 def _in_regions_of_now(function: Callable) -> Callable:

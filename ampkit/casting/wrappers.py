@@ -18,7 +18,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
-from ..policy.autocast import CPU_LIST, CUDA_LIST
+from ..patching import Undo
 from ..policy.cast_rules import CastKind, CastRule
+from ..policy.tables import CPU_LIST, CUDA_LIST
+from .cpp_wrappers import wrap_in_cpp
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
-
-if TYPE_CHECKING:
-    from .cpp_wrappers import CppWrappers
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -56,18 +55,20 @@ _ANY_ADVICE = "the policy refuses it in lower precision. Give it float32, or cha
 _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
-def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappers | None) -> Callable:
-    """Wrap ``original``, the function at ``rule.owner.name``, as the rule says."""
+def wrap(rule: CastRule, original: Callable, state: CastingState, undo: Undo) -> Callable:
+    """Wrap ``original``, the function at ``rule.owner.name``, as the rule says, until the `undo`."""
     kind, owner, name = rule.kind, rule.owner, rule.name
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
     as_it_is = past_autocast(beneath, state) if is_torch else beneath
-    plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name)
+    plain = as_it_is if kind is CastKind.NATIVE else _FACTORIES[kind](kind, beneath, as_it_is, state, name)
     if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in _RECURRENT:
         plain = _in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
-    in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
+    in_cpp = (
+        state.control is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
+    )
     in_cpp = in_cpp and kind not in (CastKind.CONTRACTION, CastKind.FP32_WEIGHTS)
     if kind is CastKind.LOWER_PRECISION_FP and isinstance(original, FunctionType) and name in _WIDENED_BY_AUTOCAST:
         in_cpp = False  # it leaves torch.autocast on beneath functions in Python
@@ -76,7 +77,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         # The log of casts is written where a copy is made.
         saving = without_copies(wrapper, original, state, owner, name) if state.verbosity < 2 else None
         if owner is torch and name == "embedding":
-            saving, in_cpp = with_gradients_of_tables(saving or wrapper, original), False
+            saving, in_cpp = with_gradients_of_tables(wrapper, original, state), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
     wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
@@ -86,7 +87,8 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
             weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
         # What C++ refuses in lower precision it leaves to Python.
-        wrapper = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
+        in_cpp_as = CastKind.BANNED if saving else kind
+        wrapper = wrap_in_cpp(state.control, undo, wrapper, original, owner, name, in_cpp_as, target, **weights)
     if isinstance(wrapper, FunctionType):
         _name_like(wrapper, original, owner, name)
     return wrapper
@@ -173,9 +175,9 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
 def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | None = None) -> Convert:
     """The cast of a single tensor that a rule of this kind asks for; ``dtype`` is another lower precision than the session's."""
     target = dtype or _target(kind, state)
-    convert = _converter(target, state, name)
     if kind is CastKind.FP32:
-        return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
+        return _fitting(target, state, name)
+    convert = _converter(target, state, name)
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
@@ -194,9 +196,7 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
         return None
     # As everywhere in torch, 0-dim tensors have no say where there are others.
     deciding = [x.dtype for x in floating if x.dim()] or dtypes
-    widest = functools.reduce(torch.promote_types, deciding)
-    convert = _converter(widest, state, name)
-    return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not widest else x
+    return _fitting(functools.reduce(torch.promote_types, deciding), state, name)
 
 
 def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
@@ -356,11 +356,6 @@ def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) ->
     return recurrent
 
 
-def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """Return torch's function without torch.autocast's casts, for NATIVE."""
-    return as_it_is
-
-
 _FACTORIES = {
     CastKind.LOWER_PRECISION_FP: _one_dtype,
     CastKind.BFLOAT16: _one_dtype,
@@ -371,7 +366,6 @@ _FACTORIES = {
     CastKind.FP32_WEIGHTS: _fp32_weights,
     CastKind.REJECT: _refuse,
     CastKind.BANNED: _refuse,
-    CastKind.NATIVE: _leave,
 }
 
 
@@ -423,7 +417,7 @@ def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
 
 
 def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
-    """The cast of arguments for a tensor of ``dtype`` that will be written to; none when that is float64, say."""
+    """The cast of arguments to ``dtype``; none when that is float64, say."""
     if dtype not in CASTABLE:
         return lambda x: x
     convert = _converter(dtype, state, name)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting.library import dispatch
+from ..casting.library import library
 from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
@@ -429,7 +429,7 @@ def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
     trained = [param for optimizer in optimizers for param in known(params_of(optimizer)) if param.requires_grad]
     total = sum(param.numel() for param in trained)
     narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))
-    if dispatch().library is None:
+    if library is None:
         yield "at O5 4 bytes: O1's compiled wrappers are missing ('ampkit info' says more)"
     elif narrow < 0.95 * total:
         yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from .. import __version__
-from ..casting.library import dispatch
+from ..casting import library as wrappers
 from ..devices import has_instructions_for
 from ..kernels import implementation
 from ..libraries import BUILD, SWITCHED_OFF
@@ -51,7 +51,7 @@ def facts() -> list[tuple[str, str]]:
             ("CPU kernels", kernels.cpu_capability),
             ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
         ]
-    lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
-    if kernels.why != SWITCHED_OFF and (kernels.name != "extension" or dispatch().library is None):
+    lines.append(("O1's wrappers", f"in {'Python' if wrappers.library is None else 'C++'}: {wrappers.why}"))
+    if kernels.why != SWITCHED_OFF and (kernels.name != "extension" or wrappers.library is None):
         lines.append(("to build them", f"AMPKIT_BUILD_EXT=1 {BUILD}"))
     return lines

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from ..casting.library import dispatch
+from ..casting.library import library as _library
 from ..errors import ConfigurationError
 from ..events import listeners, telling
 from ..patching import PatchSet, Reference, SharedPatches, by_tensor
@@ -75,7 +75,6 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
     return len(present) == len(known) and all(a is b and m == n for (a, m), (b, n) in zip(present, known))
 
 
-_library = dispatch().library
 leaves_behind: Callable[[list[torch.Tensor]], Any] = (
     (lambda tensors: leaves_of([tensor.grad_fn for tensor in tensors])[:2]) if _library is None else _library.leaves_of
 )

@@ -24,8 +24,6 @@ then the blocks' scales, float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -37,33 +35,6 @@ _INFINITY = 0x7F800000
 _INFINITE_PLACE, _NAN_PLACE = _INFINITY >> _DROPPED, 0x7FC00000 >> _DROPPED
 #: The random numbers of an element: one for its moments, each of which is right in the mean, and one for itself.
 MOMENTS, PARAM = range(2)
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The rounding of moments and parameters in lower precision in a step, in plain torch.
-
-    ``positions`` (float32, shape [n]) has the index of each parameter among all of the optimizer's; with it moments in lower
-    precision are rounded by random numbers, a function of ``seed``, ``step``, position and element, and with ``round_params``
-    parameters in bfloat16 too. Without positions everything is rounded to nearest.
-    """
-
-    positions: Tensor | None
-    seed: int
-    step: Tensor | float
-    round_params: bool
-
-    def of(self, i: int, stored: Tensor, value: Tensor, stream: int, is_signed: bool = False) -> Tensor:
-        """Return a float32 value as ``stored``, parameter ``i`` or a moment of it, is to hold it: unchanged, rounded or packed."""
-        if stored.dtype not in (torch.uint8, torch.bfloat16):
-            return value
-        drawn = None
-        if self.positions is not None:
-            where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
-            drawn = draw(value.numel(), seed=self.seed, **where)
-        if stored.dtype is torch.uint8:
-            return pack(value, is_signed, drawn)
-        return value if drawn is None else to_bfloat16(value, drawn)
 
 
 def packed_size(numel: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampkit.kernels import backend
-from ampkit.kernels.checks import check_lists, compute_dtype
+from ampkit.kernels.checks import compute_dtype
 from ampkit.kernels.routing import NO_BAD, Number, Tensors, moved_to, number, serve
 from ampkit.kernels.split import join, split
 
@@ -29,12 +29,8 @@ def multi_tensor_scale(
     first_bad: Tensor | None = None,
 ) -> None:
     """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
-    if len(inputs) != len(outputs):
-        check_lists("multi_tensor_scale", {"inputs": inputs, "outputs": outputs})
-    if not inputs:
-        return
     # In place each tensor is handed over once.
-    to_read = () if not torch.compiler.is_compiling() and inputs is outputs else inputs
+    to_read = None if not torch.compiler.is_compiling() and inputs is outputs else inputs
     lists = {"inputs": to_read, "outputs": outputs}
     serve("multi_tensor_scale", _scale, lists, number(scale), (found_inf, first_bad))
 
@@ -69,8 +65,7 @@ def multi_tensor_axpby(
         raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
     rest = (*number(a), *number(b), arg_to_check)
     lists = {"xs": xs, "ys": ys, "outputs": outputs}
-    if _have_elements("multi_tensor_axpby", lists):
-        serve("multi_tensor_axpby", _axpby, lists, rest, (found_inf, first_bad))
+    serve("multi_tensor_axpby", _axpby, lists, rest, (found_inf, first_bad))
 
 
 def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys, outputs):
@@ -85,9 +80,7 @@ def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys,
 
 def multi_tensor_join(weights: Tensors, rests: Tensors, outputs: Tensors) -> None:
     """outputs[i] = the float32 value that weights[i] (float16 or bfloat16) and rests[i] (int16) are together."""
-    lists = {"weights": weights, "rests": rests, "outputs": outputs}
-    if _have_elements("multi_tensor_join", lists):
-        serve("multi_tensor_join", _join, lists)
+    serve("multi_tensor_join", _join, {"weights": weights, "rests": rests, "outputs": outputs})
 
 
 def _join(weights, rests, outputs):
@@ -97,9 +90,7 @@ def _join(weights, rests, outputs):
 
 def multi_tensor_split(values: Tensors, weights: Tensors, rests: Tensors) -> None:
     """Split values[i] into weights[i] and rests[i]: see split.py."""
-    lists = {"values": values, "weights": weights, "rests": rests}
-    if _have_elements("multi_tensor_split", lists):
-        serve("multi_tensor_split", _split, lists)
+    serve("multi_tensor_split", _split, {"values": values, "weights": weights, "rests": rests})
 
 
 def _split(values, weights, rests):
@@ -126,14 +117,6 @@ def parted(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return weight, rest
 
 
-def _have_elements(op, lists):
-    """Whether there is something to do; raises unless the three lists have one length."""
-    first, second, third = lists.values()
-    if not len(first) == len(second) == len(third):
-        check_lists(op, lists)
-    return len(first) > 0
-
-
 def multi_tensor_unscale_l2norm(
     inputs: Tensors,
     outputs: Tensors | None = None,
@@ -148,22 +131,16 @@ def multi_tensor_unscale_l2norm(
     device of the first tensor. Huge and tiny values keep their norm. ``outputs``, which may be the inputs, receive the products;
     without them nothing but the inputs is read, and nothing written: the pass before a fused step, which unscales by itself.
     """
-    lists = {"inputs": inputs, "outputs": () if outputs is None else outputs}
-    if outputs is not None and len(outputs) != len(inputs):
-        check_lists("multi_tensor_unscale_l2norm", lists)
-    if not inputs:
-        return torch.zeros(1), torch.zeros(0)
+    lists = {"inputs": inputs, "outputs": outputs}
     rest = (*number(inv_scale), per_tensor)
-    norms: tuple[Tensor, Tensor] = serve(
-        "multi_tensor_unscale_l2norm", _unscale_l2norm, lists, rest, (found_inf, first_bad)
-    )
-    return norms
+    norms = serve("multi_tensor_unscale_l2norm", _unscale_l2norm, lists, rest, (found_inf, first_bad))
+    return norms or (torch.zeros(1), torch.zeros(0))
 
 
 def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_bad, inputs, outputs):
     device = inputs[0].device
     each = torch.stack([moved_to(norm, device) for norm in _norms(inputs)])  # first: outputs may be the inputs
-    _scale(inv_scale, inv_scale_tensor, found_inf, first_bad, inputs, outputs)
+    _scale(inv_scale, inv_scale_tensor, found_inf, first_bad, inputs, outputs or ())
     factor = inv_scale if inv_scale_tensor is None else moved_to(inv_scale_tensor.reshape(()), device)
     norms = torch.cat([each.square().sum().sqrt().reshape(1), each if per_tensor else each[:0]])
     norms = (norms * abs(factor)).to(torch.float32)
@@ -196,10 +173,6 @@ def update_scale(
     ``state`` (int32, shape [7]) has the bits of the scale (float32), the clean iterations since the last overflow or growth, how
     many overflows are left before it backs off, and the iterations that overflowed: all, those in a row, and of these those
     with the scale at ``min_scale``. The last word is left alone.
-
-    An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off, to ``min_scale`` at least. A
-    clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
-    at most, and never to infinity.
     """
     rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
     kernel = backend.direct.get("update_scale")

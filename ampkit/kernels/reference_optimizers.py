@@ -21,21 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.kernels.checks import check_lists, compute_dtype
-from ampkit.kernels.moments import MOMENTS, PARAM, Rounding, unpack
+from ampkit.kernels.checks import compute_dtype
+from ampkit.kernels.moments import MOMENTS, PARAM, draw, pack, to_bfloat16, unpack
 from ampkit.kernels.routing import Number, Tensors, moved_to, number, serve
 from ampkit.kernels.split import join, split
 
 
 class _Settings:
-    """The arguments of a formula besides the lists. ``own`` are the settings of the rule; ``each`` has a number for each tensor."""
+    """The arguments of a formula besides the lists. ``own`` are the settings of the rule; ``each`` has a number for each tensor.
+
+    ``positions`` (float32, shape [n]) has the index of each parameter among all of the optimizer's; with it moments in lower
+    precision are rounded by random numbers, a function of ``seed``, ``step``, position and element, and with ``round_params``
+    parameters in bfloat16 too. Without positions everything is rounded to nearest.
+    """
 
     def __init__(self, settings, lr, step, inv_scale, clip, found_inf, each, positions) -> None:
-        rate, count, factor, low, high, round_params, *self.own = settings
+        rate, count, factor, low, high, self.round_params, *self.own = settings
         self.lr, self.step = rate if lr is None else lr, count if step is None else step
         self.factor = math.prod([factor, *(x for x in (inv_scale, clip) if x is not None)])
         self.found_inf, self.each = found_inf, each
-        self.rounding = Rounding(positions, low | high << 32, self.step, round_params)
+        self.positions, self.seed = positions, low | high << 32
 
     def corrections(self, beta1: float, beta2: float, corrects_bias: bool) -> tuple[Number, Number]:
         """The bias corrections of running means after this number of steps; powers in float64, for they come close to 1."""
@@ -45,6 +50,18 @@ class _Settings:
         if isinstance(step, Tensor):
             step = step.reshape(()).to(torch.float32 if step.device.type == "mps" else torch.float64)
         return 1.0 - beta1**step, 1.0 - beta2**step
+
+    def rounded(self, i: int, stored: Tensor, value: Tensor, stream: int, is_signed: bool = False) -> Tensor:
+        """Return a float32 value as ``stored``, parameter ``i`` or a moment of it, is to hold it: unchanged, rounded or packed."""
+        if stored.dtype not in (torch.uint8, torch.bfloat16):
+            return value
+        drawn = None
+        if self.positions is not None:
+            where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
+            drawn = draw(value.numel(), seed=self.seed, **where)
+        if stored.dtype is torch.uint8:
+            return pack(value, is_signed, drawn)
+        return value if drawn is None else to_bfloat16(value, drawn)
 
 
 def formula(rule: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +88,7 @@ def formula(rule: Callable[..., None]) -> Callable[..., None]:
         ]
         rule(s, d, values, *columns)
         results = [
-            (t, s.rounding.of(i, t, value, MOMENTS, is_signed=not k))
+            (t, s.rounded(i, t, value, MOMENTS, is_signed=not k))
             for k, (column, moved) in enumerate(zip(states.values(), columns))
             for i, (t, value) in enumerate(zip(column, moved))
         ]
@@ -79,7 +96,7 @@ def formula(rule: Callable[..., None]) -> Callable[..., None]:
             if is_rest[i]:
                 results += zip((params[i], lower[i]), split(value, params[i].dtype))
             else:
-                rounded = s.rounding.of(i, params[i], value, PARAM) if s.rounding.round_params else value
+                rounded = s.rounded(i, params[i], value, PARAM) if s.round_params else value
                 results += [(params[i], rounded), *([(lower[i], value)] if lower else ())]
         _write(s.found_inf, [pair for pair in results if pair[0] is not pair[1]])
 
@@ -205,12 +222,7 @@ def take_step(
     """Take a step of a rule with its ``rule_settings`` over ``lists``; ``common`` has the other arguments of `step_arguments`."""
     if lower:
         lists["lower"] = lower
-    count = len(lists["grads"])
-    for column in lists.values():
-        if len(column) != count:
-            check_lists(f"multi_tensor_{rule.partition(' ')[0]}", lists)
-    if count:
-        serve("multi_tensor_step", reference, lists, step_arguments(rule_settings, **common), (), rule)
+    serve("multi_tensor_step", reference, lists, step_arguments(rule_settings, **common), (), rule)
 
 
 def step_arguments(

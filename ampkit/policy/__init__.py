@@ -6,4 +6,3 @@ from .cast_rules import RuleGroup as RuleGroup
 from .cast_rules import expand as expand
 from .policy import Policy as Policy
 from .tables import TABLES as TABLES
-from .tables import tables_for as tables_for

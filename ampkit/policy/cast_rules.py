@@ -7,6 +7,7 @@ works on `CastRule`s, and `expand` is the pure step between them. A rule that a 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import pkgutil
 import sys
@@ -94,12 +95,9 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
         for owner, name in itertools.product(owners, group.names):
             if hasattr(owner, name):
                 rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason, group.narrow)
-    extra_rules = list(extra_rules)
-    for rule in extra_rules:
-        for owner, name in namesakes(rule):
-            rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)
-    for rule in extra_rules:
-        rules[id(rule.owner), rule.name] = rule
+    extra = list(extra_rules)
+    native = [CastRule(NATIVE, *namesake, rule.reason) for rule in extra for namesake in namesakes(rule)]
+    rules.update(((id(rule.owner), rule.name), rule) for rule in (*native, *extra))
     return list(rules.values())
 
 
@@ -123,16 +121,12 @@ def is_loaded(package: str) -> bool:
 
 def resolve_owner(path: str) -> Any | None:
     """The object at a dotted path that starts with a module, or None when the installed torch has no such thing."""
-    if path in _OF_TORCH:
-        return _OF_TORCH[path]
+    is_torch = path.partition(".")[0] == "torch"
     try:
-        owner = pkgutil.resolve_name(path)
+        return _resolve_once(path) if is_torch else pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError):
         return None
-    if path.partition(".")[0] == "torch":
-        _OF_TORCH[path] = owner
-    return owner
 
 
-# Objects of torch, which stay where they are: each initialize asks for the same few some hundred times.
-_OF_TORCH: dict[str, Any] = {}
+#: For objects of torch, which stay where they are: each initialize asks for the same few some hundred times.
+_resolve_once = functools.cache(pkgutil.resolve_name)

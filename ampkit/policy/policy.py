@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from .cast_rules import FP32, MATCH_FIRST, NATIVE, CastKind, CastRule, expand, resolve_owner
-from .tables import tables_for
+from .tables import TABLES
 
 AUTOCAST = "autocast"
 BASES = ("default", "apex", AUTOCAST, "autocast-cpu", "autocast-cuda")
@@ -94,13 +94,13 @@ class Policy:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")
 
-    def rules(self, registered: Iterable[CastRule] = ()) -> list[CastRule]:
-        """The rules (`expand`) of the tables, those that the user registered, and the changed rows, which win."""
+    def rules(self, registered: Iterable[CastRule] = (), later: Iterable[CastRule] = ()) -> list[CastRule]:
+        """The rules (`expand`) of the tables, the user's registrations, the changed rows, and ``later`` ones; the last win."""
         banned = BANNED_CHANGES[self.banned]
         groups = [
-            replace(group, kind=banned) if group.kind is CastKind.BANNED else group for group in tables_for(self.base)
+            replace(group, kind=banned) if group.kind is CastKind.BANNED else group for group in TABLES[self.base]
         ]
-        return expand(groups, [*registered, *(_rule(path, change) for path, change in self.overrides)])
+        return expand(groups, [*registered, *(_rule(path, change) for path, change in self.overrides), *later])
 
     def __repr__(self) -> str:
         shown = [repr(self.base)]
@@ -139,7 +139,7 @@ def _rule(path: Any, change: Any) -> CastRule:
 
 
 def _suggestion(path: str) -> str:
-    known = [f"{owner}.{name}" for group in tables_for("default") for owner in group.owners for name in group.names]
+    known = [f"{owner}.{name}" for group in TABLES["default"] for owner in group.owners for name in group.names]
     last = path.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(path, known)
     return f" Did you mean {' or '.join(repr(name) for name in near[:3])}?" if near else ""

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import ampkit
 from ampkit.casting import engine
 from ampkit.policy.cast_rules import CastKind
-from ampkit.policy.tables import tables_for
+from ampkit.policy.tables import TABLES
 
 LOW = torch.bfloat16
 
@@ -67,7 +67,7 @@ def test_no_loss_of_torch_is_left_out():
     assert set(MODULES) == {name for name in dir(nn) if name.endswith("Loss")} - others
     in_float32 = {
         name
-        for group in tables_for("default")
+        for group in TABLES["default"]
         if "torch.nn.functional" in group.owners and group.kind in (CastKind.FP32, CastKind.BANNED)
         for name in group.names
     }

@@ -16,7 +16,7 @@ from ampkit.casting.engine import Casting, active_casting
 from ampkit.casting.wrappers import autocast_would_cast
 from ampkit.errors import ConfigurationError, RefusedOperation
 from ampkit.policy.cast_rules import CastKind, expand
-from ampkit.policy.tables import tables_for
+from ampkit.policy.tables import TABLES
 
 pytestmark = pytest.mark.switch
 
@@ -499,7 +499,7 @@ def test_second_engine_is_refused_while_one_is_installed():
 
 
 def test_everything_in_the_tables_is_patched_but_native_rows_that_autocast_leaves_alone():
-    rules = expand(tables_for("default"))
+    rules = expand(TABLES["default"])
     originals = {(rule.owner, rule.name): getattr(rule.owner, rule.name) for rule in rules}
     with o1():
         for rule in rules:

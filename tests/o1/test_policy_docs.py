@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from ampkit.policy import CastKind, tables_for
+from ampkit.policy import TABLES, CastKind
 
 DOCS = ROOT / "docs"
 # The numbers on the page are of the torch that constraints.txt names.
@@ -96,7 +96,7 @@ def test_default_takes_lower_precision_only_where_that_is_safe(written):
 def test_every_row_of_the_default_is_on_the_page(written):
     missing = [
         name
-        for group in tables_for("default")
+        for group in TABLES["default"]
         for name in group.names
         if f"`{name}`" not in written or group.reason not in written
     ]
@@ -109,5 +109,5 @@ def test_generator_measures_torch_as_it_is(generator):
     assert errors["float16"][0] == math.inf  # a sum of 300,000 numbers around 0.5 is above 65,504
     assert 0 < errors["bfloat16"][0] < 2**-7
     assert generator.measure("max_pool3d") == dict.fromkeys(("float16", "bfloat16", "float32"), (0.0, 0.0))
-    assert {group.kind for group in tables_for("default")} <= set(generator.WORDS) <= set(CastKind)
+    assert {group.kind for group in TABLES["default"]} <= set(generator.WORDS) <= set(CastKind)
     assert torch.exp(torch.ones(1).bfloat16()).dtype is torch.bfloat16

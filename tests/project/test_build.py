@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT
 
 from ampkit import __version__, kernels
-from ampkit.casting.library import dispatch
+from ampkit.casting import library as wrappers
 
 
 def run(*arguments, cwd=ROOT, **environment):
@@ -65,10 +65,10 @@ def test_the_implementation_asked_for_is_the_one_under_test():
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish != "auto":
         assert kernels.implementation().name == {"require": "extension", "off": "reference"}[wish]
-        assert dispatch().name == {"require": "C++", "off": "Python"}[wish]
+        assert (wrappers.library is None) == (wish == "off")
 
 
-DISPATCH = "from ampkit.casting.library import dispatch; print(dispatch().name, dispatch().why)"
+DISPATCH = "from ampkit.casting.library import library, why; print('Python' if library is None else 'C++', why)"
 OTHER_TORCH = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.11.1+cu999'); "
 
 
@@ -142,8 +142,8 @@ def test_info_says_what_is_loaded_and_why():
     for words in (
         chosen.name,
         chosen.why,
-        dispatch().name,
-        dispatch().why,
+        "in Python" if wrappers.library is None else "in C++",
+        wrappers.why,
         f"ampkit           {__version__}\n",
         "torch",
         "CPU",

@@ -133,11 +133,11 @@ def assert_holds(site, libraries):
 USE = """
 import sys, torch, ampkit
 from ampkit import kernels
-from ampkit.casting.library import dispatch
+from ampkit.casting.library import library
 from ampkit.optimizers import FusedSGD
 
 assert ampkit.__file__.startswith(sys.argv[1]), ampkit.__file__
-print(kernels.implementation().name, dispatch().name)
+print(kernels.implementation().name, "Python" if library is None else "C++")
 for level in ("O1", "O2"):
     model = torch.nn.Linear(4, 1)
     optimizer = FusedSGD(model.parameters(), lr=1.0)

@@ -19,7 +19,7 @@ from ampkit.iteration.optimizer_wrapper import _AMID_UPDATE
 
 OURS = str(pathlib.Path(ampkit.__file__).parent)
 #: Called to clean up. Nothing in Python guards the first line of these, nor a line of a ``finally``.
-CLEAN_UP = frozenset({"__exit__", "_leave", "_tell_wrappers", "restore", "switch_back_on"})
+CLEAN_UP = frozenset({"__exit__", "_leave", "tell_wrappers", "restore"})
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, 1e-3, foreach=True),

@@ -102,7 +102,7 @@ class AmpHandle:
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
         if self._casting is not None:
-            self._casting.paused = not active
+            self._casting.pause(not active)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return self._casting.disabled() if self._casting is not None else nullcontext()

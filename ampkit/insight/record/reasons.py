@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from torch.amp import autocast_mode
 
-from ... import casting
 from ...casting import state
 from ...casting.engine import Casting, active_casting
 from ...dtypes import CASTABLE, LOWER_PRECISION
 from ...models.keep_fp32 import Kept
 from ...patching import PatchSet
 from ...policy import CastKind
-from ...policy.autocast import CPU_LIST, CUDA_LIST
+from ...policy.tables import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
 from ..watching import Call, telling_first
@@ -122,8 +121,7 @@ class Reasons(Regions):
 def _rule(engine: Casting | None, function: str) -> Any:
     if engine is None:
         return None
-    rules = engine.policy.rules(casting.engine._registered.values())
-    by_name = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
+    by_name = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in engine.rules()}
     name = function.rpartition(".")[2]
     return next((by_name[one] for one in (function, f"torch.{name}", f"torch.Tensor.{name}") if one in by_name), None)
 
