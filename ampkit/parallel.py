@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
+from .models.float32_values import members
 from .models.keep_fp32 import Kept
-from .models.records import members
 from .registry import watchers
 from .sharding import gathered, is_fsdp
 from .validation import sharded_after_initialize

@@ -41,10 +41,9 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
-from .models.float32_values import value_of
+from .models.float32_values import ParameterRecord, parameters_now, sync_weights, value_of
 from .models.incoming import Incoming, widen_models
 from .models.preparing import prepare_models
-from .models.records import ParameterRecord, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of

@@ -1,6 +1,6 @@
-"""Copies and pickles of initialized models, weights and optimizers: plain float32, of their own class, without ampkit's attributes.
+"""State dicts, copies and pickles of initialized models, weights and optimizers: plain float32, without ampkit's attributes.
 
-A weight that is stored in lower precision is copied and pickled as a float32 parameter, whatever holds it: a module, an optimizer,
+A weight that is stored in lower precision is saved, copied and pickled in float32, whatever holds it: a module, an optimizer,
 a list. Only models and kept modules, on which ampkit sets attributes, need ``__deepcopy__`` and ``__reduce_ex__`` of their own.
 """
 
@@ -18,12 +18,55 @@ from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..casting.tensors import cast_state
-from .float32_values import value_of
+from ..errors import ConfigurationError
+from .float32_values import members, own_stored_weights, value_of
 
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
 
 _METHODS = ("__deepcopy__", "__reduce_ex__")
 _PREFIX = "_ampkit_"
+
+
+def save(original: Callable, self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
+    """Put copies of the float32 values into ``state_dict()``; with ``keep_vars=True`` as parameters."""
+    original(self, destination, prefix, keep_vars)
+    for name, lower, master in own_stored_weights(self):
+        key = prefix + name
+        destination[key] = master.in_state_dict(lower, destination, key, keep_vars)
+
+
+def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Do as `save` for a module whose class overrides torch's ``_save_to_state_dict``."""
+    saved = original(self, *args, **kwargs)
+    if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        for name, lower, master in own_stored_weights(self):
+            value = saved.get(key := prefix + name)
+            if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
+                saved[key] = master.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
+    return saved
+
+
+def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
+    """Load a ``state_dict()`` into weights and rests.
+
+    Values in lower precision are left to torch: a write like any other, after which a script may restore the old values.
+    """
+    if metadata.get("assign_to_params_buffers") and self in members:
+        raise ConfigurationError(
+            "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
+            "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
+            "initialize()."
+        )
+    masters = list(own_stored_weights(self))
+    for _, _, master in masters:
+        master.loans.end(master)  # what was written to a loan before is older
+    original(self, state_dict, prefix, metadata, *args)
+    for name, tensor, master in masters:
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
+            if loaded.dtype is not tensor.dtype:
+                master.put(tensor, loaded)
 
 
 def float32_copy(param: nn.Parameter) -> nn.Parameter | None:

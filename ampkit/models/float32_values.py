@@ -1,20 +1,28 @@
-"""The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md."""
+"""The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md.
+
+`sync_weights` takes over, before a forward, what a script has written; `join` gives values to weights that come later.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from .. import kernels
 from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..kernels import joined
+from ..patching import Reference
 
 
 @dataclass
@@ -150,9 +158,7 @@ class Float32Value:
     def move_rest_beside(self, lower: Tensor) -> None:
         """Move the rest to the device and strides of ``lower``, as after ``model.to(...)``; of another shape it begins at 0."""
         rest = self.rest
-        if rest is None or (
-            rest.device == lower.device and rest.shape == lower.shape and rest.stride() == lower.stride()
-        ):
+        if rest is None or (rest.device, rest.shape, rest.stride()) == (lower.device, lower.shape, lower.stride()):
             return
         self.rest = torch.zeros_like(lower, dtype=torch.int16, requires_grad=False)
         if rest.shape == lower.shape:
@@ -187,11 +193,9 @@ class Float32Value:
         if (rest := self.rest) is None:
             lower.copy_(value)
             return
-        if elements is not None:
-            self.rest = rest.clone()
-        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
-        if elements is not None:
-            self.rest = rest.copy_(torch.where(elements.to(rest.device), self.rest, rest))
+        fresh = torch.empty_like(rest)
+        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [fresh])
+        rest.copy_(fresh if elements is None else torch.where(elements.to(rest.device), fresh, rest))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
@@ -226,3 +230,71 @@ def own_stored_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, F
 def stored_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
     """Yield (parameter, float32 value) for all parameters of the model that are stored in lower precision."""
     return ((param, master) for module in model.modules() for _, param, master in own_stored_weights(module))
+
+
+#: The modules of models that store weights in lower precision, and the loans of their sessions.
+members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
+
+
+class ParameterRecord(NamedTuple):
+    """A parameter with the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision."""
+
+    param: Reference
+    dtype: torch.dtype
+    master: Float32Value | None
+
+
+def parameters_now(model: nn.Module) -> list[ParameterRecord]:
+    """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
+    every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
+    return [ParameterRecord(Reference(param), param.dtype, stored.get(param)) for param in every]
+
+
+def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
+    """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
+
+    Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
+    """
+    if (loans := members.get(model)) is not None:
+        loans.end()
+        loans.lend_again()
+    assigned, changed = {}, {}
+    for ref, dtype, master in records:
+        if (param := ref()) is None:
+            continue
+        if param.dtype is dtype:
+            if master is not None and (rest := master.rest) is not None:
+                # Not master.move_rest_beside(param), which every weight would be asked for in every forward.
+                if rest.numel() != param.numel() or rest.device != param.device:
+                    master.move_rest_beside(param)
+        elif master is not None and param.dtype is torch.float32 and not master.was_made_float32:
+            assigned[param] = master
+        else:
+            changed[param] = dtype
+    for name, param in model.named_parameters() if changed else ():
+        if param in changed:
+            raise ConfigurationError(
+                f"{name!r} is {param.dtype}, initialize() left it {changed[param]}. Do not change the dtype of an initialized "
+                "model (.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
+            )
+    for param, master in assigned.items():
+        master.take_float32(param)
+    return bool(assigned)
+
+
+def join(whole: nn.Module, _: str, part: Any) -> None:
+    """Register lower-precision parameters that are added to an initialized model, as by a parametrization, with float32 values."""
+    loans = members.get(whole) if members else None
+    if loans is None:
+        return
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if not isinstance(module, torch.jit.ScriptModule):
+            members.setdefault(module, loans)
+            for name, param in module._parameters.items():
+                join(module, name, param)
+    if isinstance(part, nn.Parameter) and part.dtype in LOWER_PRECISION:
+        stored.setdefault(part, Float32Value(loans, part.dtype))
+
+
+register_module_module_registration_hook(join)
+register_module_parameter_registration_hook(join)

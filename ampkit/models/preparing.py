@@ -22,11 +22,10 @@ from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
 from . import forward
-from .float32_values import Float32Value, Loans, put_gradient
+from .float32_values import Float32Value, Loans, members, put_gradient
 from .forward import ForwardCasts
 from .incoming import flatten
 from .keep_fp32 import NOT_TRAINED, Kept
-from .records import members
 from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room

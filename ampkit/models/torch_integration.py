@@ -24,9 +24,8 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import copy_parameter, pickle_for_process, pickle_parameter
+from .copies import copy_parameter, load, pickle_for_process, pickle_parameter, save, save_past_torch
 from .float32_values import stored_weights
-from .records import load, save, save_past_torch
 
 #: Methods of a process group that write to their first argument, which may be a list of lists. The functions of
 #: torch.distributed are not patched: scripts import those by name, and torch.compile knows them by identity.
