@@ -42,7 +42,7 @@ from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies
 from .models.float32_values import ParameterRecord, parameters_now, sync_weights, value_of
-from .models.incoming import Incoming, widen_models
+from .models.incoming import Incoming
 from .models.preparing import prepare_models
 from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
@@ -152,7 +152,7 @@ class Session:
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
-            widen_models(self.incoming, models, optimizers, plan)
+            self.incoming.widen(models, optimizers, plan)
         originals = prepare_models(models, optimizers, plan, undo)
         for model in models:
             self._records[model] = parameters_now(model)

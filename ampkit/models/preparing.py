@@ -24,9 +24,8 @@ from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
 from . import forward
 from .float32_values import Float32Value, Loans, members, put_gradient
 from .forward import ForwardCasts
-from .incoming import flatten
+from .incoming import flatten, refuse_shared_memory
 from .keep_fp32 import NOT_TRAINED, Kept
-from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room
 # The values and gradients from before the casts, until all is prepared: a failure is then undone exactly.
