@@ -35,18 +35,6 @@ def save(original: Callable, self: nn.Module, destination: dict, prefix: str, ke
         destination[key] = master.in_state_dict(lower, destination, key, keep_vars)
 
 
-def save_past_torch(original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Do as `save` for a module whose class overrides torch's ``_save_to_state_dict``."""
-    saved = original(self, *args, **kwargs)
-    if type(self)._save_to_state_dict is not nn.Module._save_to_state_dict:
-        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name, lower, master in own_stored_weights(self):
-            value = saved.get(key := prefix + name)
-            if isinstance(value, torch.Tensor) and value.dtype is lower.dtype:
-                saved[key] = master.in_state_dict(lower, saved, key, isinstance(value, nn.Parameter))
-    return saved
-
-
 def load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
     """Load a ``state_dict()`` into weights and rests.
 

@@ -70,6 +70,8 @@ class Kept:
             return "as it is"
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            return "its class writes state_dict()"
         if self.lowers_all or is_norm(module) or _is_matrix(param):
             return None
         beside = [x for x in module._parameters.values() if x is not None]

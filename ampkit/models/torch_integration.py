@@ -24,7 +24,7 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import copy_parameter, load, pickle_for_process, pickle_parameter, save, save_past_torch
+from .copies import copy_parameter, load, pickle_for_process, pickle_parameter, save
 from .float32_values import stored_weights
 
 #: Methods of a process group that write to their first argument, which may be a list of lists. The functions of
@@ -45,7 +45,6 @@ def _patch(patches: PatchSet) -> None:
         (swa_utils.AveragedModel, "update_parameters", _average),
         (torch, "_foreach_lerp_", _lerp_to_float32_values),
         (nn.Module, "_save_to_state_dict", save),
-        (nn.Module, "state_dict", save_past_torch),
         (nn.Module, "_load_from_state_dict", load),
         (nn.Parameter, "__deepcopy__", copy_parameter),
         (nn.Parameter, "__reduce_ex__", pickle_parameter),
