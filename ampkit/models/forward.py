@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any
@@ -142,19 +142,19 @@ def cast_inputs(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def method(self, *args, **kwargs):
-        return _run(self, functools.partial(function, self), args, kwargs)
+        return _run(self, functools.partial(function, self), args, kwargs, self.__dict__.get(CASTS_KEY))
 
     return method
 
 
 def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    casts = model.__dict__.get(CASTS_KEY)
-    if casts is None:
-        return _part(model, forward, args, kwargs)
-    if casts is _running.casts:  # super().forward(), or a forward on the instance that calls the class's
+    casts, outer = model.__dict__.get(CASTS_KEY), _running.casts
+    if casts is None and outer is None and not _compiling():  # a part that is called alone has the casts of its model
+        casts = _parts.get(model)
+    if casts is None or casts is outer:  # super().forward(), or a forward on the instance that calls the class's
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
-    return _run(model, inner or functools.partial(forward, model), args, kwargs)
+    return _run(model, inner or functools.partial(forward, model), args, kwargs, casts)
 
 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
@@ -170,13 +170,6 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
 
 #: Submodules of models with float32 weights whose calls are cast inside of the models alone, with their casts.
 _parts: weakref.WeakKeyDictionary[nn.Module, ForwardCasts] = weakref.WeakKeyDictionary()
-
-
-def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a submodule that is called alone with the casts of its model."""
-    if _running.casts is not None or _compiling() or (casts := _parts.get(module)) is None:
-        return forward(module, *args, **kwargs)
-    return _run(module, functools.partial(forward, module), args, kwargs, casts)
 
 
 def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
@@ -199,19 +192,31 @@ _METHODS: dict[str, Around] = {
 
 
 @labelled("forward")
-def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None = None) -> Any:
-    casts = casts or model.__dict__.get(CASTS_KEY)
+def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None) -> Any:
     outer = _running.casts
     if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
         return function(*args, **kwargs)
     traced = _compiling()
-    if traced:
-        _note_trace(model)
+    if torch.compiler.is_dynamo_compiling():  # else `_export` does what is to be done before
+        from torch._dynamo.comptime import comptime
+
+        comptime(_on_trace)
+    elif not traced and (session := watchers.get(model)) is not None:
+        recording = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)  # out of sight of torch.jit.trace
+        try:
+            session.before_forward(model)
+        finally:
+            torch._C._set_tracing_state(recording)
+    if (casting := active_casting()) is None:
+        scope = nullcontext()
+    elif casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
+        scope = casting.disabled()
     else:
-        _before_forward(model)
+        scope = casting.forward_scope(casts.narrow_in)
     try:
         _running.casts = casts
-        with _casts_of_calls(casts):
+        with scope:
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
@@ -245,22 +250,7 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
             if before not in seen:
                 seen.add(before)
                 waiting.append(before)
-    if not stay:
-        return cast_floating(outputs, dtype)
     return map_tensors(outputs, lambda x: x if id(x) in stay else cast_floating(x, dtype))
-
-
-def _before_forward(model: nn.Module) -> None:
-    """Let the model's session prepare for a forward, out of sight of torch.jit.trace."""
-    if (session := watchers.get(model)) is None:
-        return
-    if (recording := torch._C._get_tracing_state()) is None:
-        return session.before_forward(model)
-    torch._C._set_tracing_state(None)
-    try:
-        session.before_forward(model)
-    finally:
-        torch._C._set_tracing_state(recording)
 
 
 def _explain(error: RuntimeError, model: nn.Module) -> None:
@@ -288,25 +278,8 @@ _TOO_LARGE = (
 )
 
 
-def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
-    """Return the context of a forward: casts of calls on for a model that has them, and off for any other."""
-    casting = active_casting()
-    if casting is None:
-        return nullcontext()
-    if casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
-        return casting.disabled()
-    return casting.forward_scope(casts.narrow_in)
-
-
-def _note_trace(model: nn.Module) -> None:
-    """Register the model with `compiled_models`, which prepares for forwards in compiled code. Without dynamo, `_export` does."""
-    if torch.compiler.is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime
-
-        comptime(_on_trace)
-
-
 def _on_trace(context: Any) -> None:
+    """Register the model of `_run`, which dynamo traces, with `compiled_models`."""
     model = context.get_local("model")._ComptimeVar__variable.realize().value
     if (session := watchers.get(model)) is not None:
         compiled_models.note(model, session.before_compiled_forward)
@@ -320,7 +293,8 @@ def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public
 
     The class's own public methods are wrapped in ``of_public``. All callers must give the same function for a method.
     """
-    while _is_parametrized(cls):  # torch takes the class back with the last parametrization
+    # torch makes a class for one parametrized module, and takes it back with the last parametrization.
+    while len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}":
         cls = cls.__base__
     public = () if of_public is None else _public_methods_of(cls)
     for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
@@ -361,8 +335,3 @@ def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> Non
     code, names = method.__code__.replace(), getattr(original, "__globals__", globals())
     method = types.FunctionType(code, names, name, None, method.__closure__)
     patches.set(cls, name, method if original is None else functools.wraps(original)(method))
-
-
-def _is_parametrized(cls: type) -> bool:
-    """Whether torch made the class for one parametrized module."""
-    return len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}"
