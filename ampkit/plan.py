@@ -88,11 +88,6 @@ class Plan:
         return self.casts_weights and (not self.master_weights or self.policy.base == "apex")
 
     @property
-    def stores_what_is_trained(self) -> bool:
-        """Whether weights are stored in lower precision only where an optimizer of the call trains them, if there is one."""
-        return self.casts_weights and not self.lowers_all
-
-    @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 

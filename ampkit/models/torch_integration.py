@@ -8,7 +8,7 @@ end of ``join()``, it sends the rests too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -115,13 +115,10 @@ def _send_rests(original: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def _average(original: Callable, self: Any, model: nn.Module) -> None:
-    def parameters() -> Iterator[torch.Tensor]:
-        for param in model.parameters():
-            master = stored.get(param)
-            yield param if master is None else master.current(param)
-
+    pairs = [(param, stored.get(param)) for param in model.parameters()]
+    values = [param if master is None else master.current(param) for param, master in pairs]
     # The two methods of a model that an average calls.
-    original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
+    original(self, SimpleNamespace(parameters=lambda: iter(values), buffers=model.buffers))
 
 
 def _lerp_to_float32_values(original: Callable, self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
