@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ class Float32Value:
     dtype: torch.dtype
     rest: Tensor | None = None
     was_made_float32: bool = False  # by ``model.float()``, which is refused; ``p.data = values`` is not
-    _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
+    saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)  # a key of the last state dict, and its tensor
 
     def move_rest_beside(self, lower: Tensor) -> None:
         """Move the rest to the device and strides of ``lower``, as after ``model.to(...)``; of another shape it begins at 0."""
@@ -170,15 +170,6 @@ class Float32Value:
         self.move_rest_beside(lower)
         self.loans.lend_again(self)
         return joined(lower, self.rest)
-
-    def in_state_dict(self, lower: Tensor, state_dict: Mapping[str, Any], key: str, as_parameter: bool) -> Tensor:
-        """Return a copy of the value for ``state_dict[key]``: one tensor for all keys of tied weights."""
-        name, saved = self._saved[0], self._saved[1]()
-        if saved is None or state_dict.get(name) is not saved:
-            value = self.current(lower)
-            saved = nn.Parameter(value, requires_grad=lower.requires_grad) if as_parameter else value
-            self._saved = key, weakref.ref(saved)
-        return saved
 
     @torch.no_grad()
     def put(self, lower: Tensor, value: Tensor) -> None:

@@ -29,11 +29,12 @@ from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
-from .copies import INNER_FORWARD_KEY, make_copies_plain, prevent_fused_kernel, remove_attributes
 from .float32_values import stored_weights
 
-CASTS_KEY = "_ampkit_casts"
-
+_PREFIX = "_ampkit_"
+CASTS_KEY = f"{_PREFIX}casts"
+INNER_FORWARD_KEY = f"{_PREFIX}inner_forward"
+_COPYING = ("__deepcopy__", "__reduce_ex__")
 
 Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
 """Called with the instance, the class's own method, and the arguments of a call."""
@@ -107,6 +108,50 @@ def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict
     twin.__dict__.update(model.__dict__)
     make_copies_plain(twin)
     return twin
+
+
+def prevent_fused_kernel(module: nn.Module, args: tuple) -> None:
+    """Do nothing: with a hook on a part, torch's TransformerEncoderLayer calls its parts instead of one fused kernel."""
+
+
+def make_copies_plain(model: nn.Module) -> None:
+    """Make deep copies and pickles of a model plain: without ampkit's attributes and hooks."""
+    for name, function in zip(_COPYING, (_deepcopy, _reduce)):
+        model.__dict__[name] = functools.partial(function, weakref.ref(model))
+
+
+def remove_attributes(model: nn.Module) -> None:
+    """Remove every attribute and hook that ampkit has set on a model."""
+    attributes = model.__dict__
+    if INNER_FORWARD_KEY in attributes:
+        attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
+    for key in [key for key in attributes if key in _COPYING or key.startswith(_PREFIX)]:
+        del attributes[key]
+    hooks = attributes["_forward_pre_hooks"]
+    for number in [number for number, hook in hooks.items() if hook is prevent_fused_kernel]:
+        del hooks[number]
+
+
+def _plain_twin(model: nn.Module) -> nn.Module:
+    """Return a shallow copy of the model without ampkit's attributes, over the same tensors and modules."""
+    plain = object.__new__(type(model))
+    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
+    remove_attributes(plain)
+    return plain
+
+
+def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    model = ref()
+    plain = _plain_twin(model)
+    if not hasattr(type(plain), "__deepcopy__"):
+        return copy._reconstruct(model, memo, *plain.__reduce_ex__(4))
+    twin = memo[id(model)] = type(plain).__deepcopy__(plain, memo)
+    copy._keep_alive(plain, memo)
+    return twin
+
+
+def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
+    return _plain_twin(ref()).__reduce_ex__(protocol)
 
 
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
