@@ -40,11 +40,7 @@ class Loan:
 
 
 class Loans:
-    """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight.
-
-    An element that differs from the value that was lent counts as written, whatever wrote it. Parameters that a script still
-    holds are then lent again, with the new values.
-    """
+    """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight."""
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, Loan] = {}

@@ -55,10 +55,23 @@ def _store_weights(
     models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, loans: Loans, originals: Originals
 ) -> None:
     """Cast the chosen parameters in place. With master weights a rest keeps the float32 value, and the gradient stays float32."""
-    chosen: dict[torch.Tensor, str] = {}
+    chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
     for choice in kept:
-        if not fsdp_modules(choice.model):  # FSDP2 casts what it gathers
-            chosen |= _to_cast(choice, loans)
+        for prefix, module in (
+            () if fsdp_modules(choice.model) else choice.model.named_modules()
+        ):  # FSDP2 casts by itself
+            # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
+            if isinstance(module, torch.jit.ScriptModule) or module in members:
+                continue
+            members[module] = loans
+            for name, param in module._parameters.items():
+                if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
+                    continue
+                why = choice.why_kept(module, param)
+                if why is NOT_TRAINED:
+                    stored[param] = None
+                elif param not in stored and (why is None or param.dtype is not torch.float32):
+                    chosen[param] = f"{prefix}.{name}" if prefix else name
     refuse_shared_memory(models, chosen, plan)
     if any(param.is_cpu and param.is_shared() for param in chosen):
         logger.warning(
@@ -90,25 +103,6 @@ def _store_weights(
         keep_hooks_in_dtype(param)
         stored[param] = master
     flatten(module for model in models for module in model.modules())
-
-
-def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
-    """Return the parameters to cast, with their names. Tied weights share one value, also between models."""
-    chosen: dict[torch.Tensor, str] = {}
-    for prefix, module in choice.model.named_modules():
-        # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
-        if isinstance(module, torch.jit.ScriptModule) or module in members:
-            continue
-        members[module] = loans
-        for name, param in module._parameters.items():
-            if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
-                continue
-            why = choice.why_kept(module, param)
-            if why is NOT_TRAINED:
-                stored[param] = None
-            elif param not in stored and (why is None or param.dtype is not torch.float32):
-                chosen[param] = f"{prefix}.{name}" if prefix else name
-    return chosen
 
 
 def restore_weights(loans: Loans, originals: Originals) -> None:

@@ -1,11 +1,7 @@
-"""Patches of torch where it reads or writes weights of an initialized model itself.
+"""Patches of torch where it reads or writes weights of an initialized model itself: to save, copy, average or send them.
 
-A weight that is stored in lower precision is saved, copied and pickled in float32, whatever holds it: a module, an optimizer, a
-list.
-
-Ranks must be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
-rest, on the sending rank too. Where DistributedDataParallel sends the weights of one process to all, when it is made and at the
-end of ``join()``, it sends the rests too.
+A weight that is stored in lower precision is saved, copied and pickled in float32, whatever holds it. Ranks have equal rests:
+ampkit/NOTES.md says how.
 """
 
 from __future__ import annotations
