@@ -50,6 +50,9 @@ def fully_shard(
     Raises `ConfigurationError` for an ``mp_policy``, for settings that `initialize` would refuse, and where ``keep_fp32`` names
     single parameters.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
     if "mp_policy" in options:
         raise ConfigurationError(
             "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
@@ -63,13 +66,7 @@ def fully_shard(
         cast_model_type=cast_model_type, keep_batchnorm_fp32=keep_batchnorm_fp32, keep_fp32=keep_fp32 or None
     )
     resolved = plan.resolve(opt_level, device_type, settings)
-    return _sharded(module, resolved, reduce_dtype, dict(options, mesh=mesh))
-
-
-def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, options: dict[str, Any]) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as shard
-
+    options["mesh"] = mesh
     if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
     kept = Kept(module, resolved)
