@@ -25,6 +25,19 @@ from ..validation import not_initialized
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
+def _of_rule(name: str) -> Any:
+    """Return a property: a value of the rule by which the scale moves, which torch's getters and setters read and write."""
+
+    def change(scaler: GradScaler, value: float) -> None:
+        if not scaler._scaler.dynamic:
+            raise ConfigurationError(
+                "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
+            )
+        scaler._scaler.change_rule(replace(scaler._scaler.rule, **{name: value}))
+
+    return property(lambda scaler: _state_of(scaler._scaler)[name], change)
+
+
 class GradScaler(TorchGradScaler):
     """The loss scale of the newest session, or of ``session``, with the methods of ``torch.amp.GradScaler``.
 
@@ -37,6 +50,8 @@ class GradScaler(TorchGradScaler):
     does; `ConfigurationError` for a change of the rule of a static scale; and TypeError for settings of torch's, which are
     `initialize`'s here.
     """
+
+    _growth_factor, _backoff_factor, _growth_interval = map(_of_rule, _KEYS[1:4])
 
     def __init__(
         self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0, **of_torch: Any
@@ -128,32 +143,6 @@ class GradScaler(TorchGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's GradScaler."""
         _load(self._scaler, state_dict)
-
-    def get_growth_factor(self) -> float:
-        return float(self.state_dict()["growth_factor"])
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        self._change_rule(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        return float(self.state_dict()["backoff_factor"])
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self._change_rule(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        return int(self.state_dict()["growth_interval"])
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self._change_rule(growth_interval=new_interval)
-
-    def _change_rule(self, **changes: Any) -> None:
-        scaler = self._scaler
-        if not scaler.dynamic:
-            raise ConfigurationError(
-                "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
-            )
-        scaler.change_rule(replace(scaler.rule, **changes))
 
     def _owner(self) -> Session:
         session = current_session() if self._session is None else self._session()
