@@ -167,12 +167,10 @@ class SharedPatches:
                 raise
         self._users += 1
 
-    def release(self) -> bool:
-        """Give up one use, and return whether it was the last."""
+    def release(self) -> None:
         self._users -= 1
         if not self._users:
             self._patches.restore()
-        return not self._users
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

@@ -332,7 +332,7 @@ class Session:
         weights_by_address.clear()
         if casting is not None:
             # One parameter tells whether the model has moved; the noted one is found sooner than the model's first.
-            first = records[0].param() if records else next(model.parameters(), None)
+            first = records[0][0]() if records else next(model.parameters(), None)
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -223,18 +223,14 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Valu
 members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
 
 
-class ParameterRecord(NamedTuple):
-    """A parameter with the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision."""
-
-    param: Reference
-    dtype: torch.dtype
-    master: Float32Value | None
+#: A parameter, the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision.
+ParameterRecord = tuple[Reference, torch.dtype, Float32Value | None]
 
 
 def parameters_now(model: nn.Module) -> list[ParameterRecord]:
     """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
     every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
-    return [ParameterRecord(Reference(param), param.dtype, stored.get(param)) for param in every]
+    return [(Reference(param), param.dtype, stored.get(param)) for param in every]
 
 
 def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:

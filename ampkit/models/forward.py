@@ -158,9 +158,8 @@ def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
     """Make the forward of ``model`` cast as ``casts`` says, whichever way it is called; ``undo`` restores its class."""
     if casts.is_kept:
         model.register_forward_pre_hook(prevent_fused_kernel)
-    inner = model.__dict__.pop("forward", None)
-    if inner is not None:
-        model.__dict__[INNER_FORWARD_KEY] = inner
+    if "forward" in model.__dict__:
+        model.__dict__[INNER_FORWARD_KEY] = model.__dict__.pop("forward")
     model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
     make_copies_plain(model)
     wrap_methods(type(model), _METHODS, undo, _in_a_call)
@@ -346,12 +345,7 @@ def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public
         if (cls, name) not in _patched:
             _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name, around))
         _patched[cls, name].acquire()
-        undo.callback(_release, cls, name)
-
-
-def _release(cls: type, name: str) -> None:
-    if _patched[cls, name].release():
-        del _patched[cls, name]
+        undo.callback(_patched[cls, name].release)
 
 
 def _public_methods_of(cls: type) -> Iterator[str]:
@@ -366,6 +360,7 @@ def _public_methods_of(cls: type) -> Iterator[str]:
 
 
 def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> None:
+    patches.callback(_patched.pop, (cls, name), None)
     original, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
