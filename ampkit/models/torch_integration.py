@@ -6,7 +6,6 @@ ampkit/NOTES.md says how.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import multiprocessing.context
 import weakref
@@ -211,16 +210,16 @@ exports = SharedPatches(lambda patches: patches.put_around(torch.export, "export
 
 def make_state_plain(optimizer: Any) -> None:
     """Make copies of an optimizer, whose weights are copied in float32, have float32 moments: torch cannot mix dtypes."""
-    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer))
+    ref = weakref.ref(optimizer)
 
+    def plain_state() -> Any:
+        attributes = type(ref()).__getstate__(ref())
+        if not isinstance(attributes, dict) or "state" not in attributes:
+            return attributes
+        state = attributes["state"].copy()
+        for param, moments in state.items():
+            if isinstance(param, torch.Tensor) and isinstance(moments, dict):
+                state[param] = {**moments, **cast_state(moments, torch.float32)}
+        return {**attributes, "state": state}
 
-def _plain_state(ref: weakref.ref) -> Any:
-    optimizer = ref()
-    attributes = type(optimizer).__getstate__(optimizer)
-    if not isinstance(attributes, dict) or "state" not in attributes:
-        return attributes
-    state = attributes["state"].copy()
-    for param, moments in state.items():
-        if isinstance(param, torch.Tensor) and isinstance(moments, dict):
-            state[param] = {**moments, **cast_state(moments, torch.float32)}
-    return {**attributes, "state": state}
+    optimizer.__dict__["__getstate__"] = plain_state
