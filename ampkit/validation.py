@@ -315,8 +315,10 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
     lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
-        is_touched = lowers_all or param in trained
-        if is_touched and (is_narrow or (plan.casts_weights and is_of_wrapper_class(param))):
+        # A class that keeps its values in other tensors, as torchao's do; not a DTensor, nor a fake tensor.
+        is_wrapper = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        is_wrapper = is_wrapper and not is_sharded(param) and not isinstance(param, FakeTensor)
+        if (lowers_all or param in trained) and (is_narrow or (plan.casts_weights and is_wrapper)):
             kind = param.dtype if is_narrow else f"a {type(param).__name__}, which stores its values in its own way"
             raise ConfigurationError(
                 f"Parameter {name!r} is {kind}: initialize() expects floating-point weights, and cannot train quantised ones. "
@@ -328,12 +330,6 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
             f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. Call "
             "model.float() first, or use opt_level='O0'."
         )
-
-
-def is_of_wrapper_class(param: torch.Tensor) -> bool:
-    """Whether the parameter's class keeps its values in other tensors, as torchao's do; not a DTensor, nor a fake tensor."""
-    handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
 
 
 def _refuse_repeats(things: list[Any], kind: str) -> None:

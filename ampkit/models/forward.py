@@ -31,9 +31,8 @@ from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
 from .float32_values import stored_weights
 
-_PREFIX = "_ampkit_"
-CASTS_KEY = f"{_PREFIX}casts"
-INNER_FORWARD_KEY = f"{_PREFIX}inner_forward"
+CASTS_KEY = "_ampkit_casts"
+INNER_FORWARD_KEY = "_ampkit_inner_forward"
 _COPYING = ("__deepcopy__", "__reduce_ex__")
 
 Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
@@ -125,8 +124,8 @@ def remove_attributes(model: nn.Module) -> None:
     attributes = model.__dict__
     if INNER_FORWARD_KEY in attributes:
         attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
-    for key in [key for key in attributes if key in _COPYING or key.startswith(_PREFIX)]:
-        del attributes[key]
+    for key in (CASTS_KEY, *_COPYING):
+        attributes.pop(key, None)
     hooks = attributes["_forward_pre_hooks"]
     for number in [number for number, hook in hooks.items() if hook is prevent_fused_kernel]:
         del hooks[number]
