@@ -35,7 +35,6 @@ from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.reach import retained_results
 from .iteration.running_statistics import RunningStatistics
-from .iteration.stand_ins import inner_optimizers
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
@@ -43,7 +42,7 @@ from .logs import logger, stdout_lines
 from .models.float32_values import ParameterRecord, parameters_now, sync_weights, value_of
 from .models.incoming import Incoming
 from .models.preparing import prepare_models
-from .models.torch_integration import around_stored_weights, exports, make_state_plain, weights_by_address
+from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
@@ -223,9 +222,6 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
-            for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
-                self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
-                make_state_plain(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
         for wrapper in wrappers:
             if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments

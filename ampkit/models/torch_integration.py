@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import swa_utils
 
 from ..casting.state import stored
-from ..casting.tensors import cast_state, tensors_in
+from ..casting.tensors import tensors_in
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
@@ -206,20 +206,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 exports = SharedPatches(lambda patches: patches.put_around(torch.export, "export", _export))
-
-
-def make_state_plain(optimizer: Any) -> None:
-    """Make copies of an optimizer, whose weights are copied in float32, have float32 moments: torch cannot mix dtypes."""
-    ref = weakref.ref(optimizer)
-
-    def plain_state() -> Any:
-        attributes = type(ref()).__getstate__(ref())
-        if not isinstance(attributes, dict) or "state" not in attributes:
-            return attributes
-        state = attributes["state"].copy()
-        for param, moments in state.items():
-            if isinstance(param, torch.Tensor) and isinstance(moments, dict):
-                state[param] = {**moments, **cast_state(moments, torch.float32)}
-        return {**attributes, "state": state}
-
-    optimizer.__dict__["__getstate__"] = plain_state
