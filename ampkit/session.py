@@ -144,8 +144,7 @@ class Session:
         plan, undo = self.plan, self._undo
         undo.callback(forget_traces)  # compiled code must hold the forwards of these models as they are now
         if plan.verbosity >= 1:
-            stdout_lines.acquire()
-            undo.callback(stdout_lines.release)
+            stdout_lines.acquire(undo)
             self._log_banner()
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
@@ -180,8 +179,7 @@ class Session:
             (retained_results, not all(scaler.is_one for scaler in self.scalers)),
         ):
             if wanted:
-                patches.acquire()
-                self._undo.callback(patches.release)
+                patches.acquire(self._undo)
 
     @_one_at_a_time()
     def close(self) -> None:

@@ -343,8 +343,7 @@ def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public
     for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
         if (cls, name) not in _patched:
             _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name, around))
-        _patched[cls, name].acquire()
-        undo.callback(_patched[cls, name].release)
+        _patched[cls, name].acquire(undo)
 
 
 def _public_methods_of(cls: type) -> Iterator[str]:
