@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler, validate_scaler_state
 from ..iteration.optimizer_wrapper import OptimizerWrapper
-from ..registry import current_session, session_of, wrapper_of
+from ..registry import current_session, wrapper_of
 from ..session import Session
 from ..validation import not_initialized
 
@@ -85,15 +85,15 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if id(optimizer) in self._unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        wrapper, session = wrapper_of(optimizer), session_of(optimizer)
-        if wrapper is None or session is None:
+        wrapper = wrapper_of(optimizer)
+        if wrapper is None:
             raise not_initialized(optimizer)
-        if session is not self._owner():
+        if wrapper.owner is not self._owner():
             raise NotInitializedError(
                 f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its "
                 "gradients are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
             )
-        self._unscaled[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
+        self._unscaled[id(optimizer)] = (wrapper, wrapper.owner.scaling.unscale(wrapper, self._scaler))
 
     def is_unscaled(self, optimizer: Any) -> bool:
         """Whether `unscale_` has been called on this optimizer since the last ``update()``."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.parametrize import ParametrizationList
 
 from .incoming import held_by
 
@@ -82,12 +81,10 @@ class Kept:
         Calls reach no forward of a ModuleList, a ScriptModule or a module of torch.compile.
         """
         modules: dict[nn.Module, None] = {}
-        for root in self.named:
-            computed = {m for x in root.modules() if isinstance(x, ParametrizationList) for m in x.modules()} - {root}
-            for module in root.modules():
-                has_own = type(module).forward is not nn.Module.forward and "_orig_mod" not in module._modules
-                if has_own and module not in computed and not isinstance(module, torch.jit.ScriptModule):
-                    modules[module] = None
+        for module in [module for root in self.named for module in root.modules()]:
+            has_own = type(module).forward is not nn.Module.forward and "_orig_mod" not in module._modules
+            if has_own and not isinstance(module, torch.jit.ScriptModule):
+                modules[module] = None
         return list(modules)
 
     def _matching(self, item: Any) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
