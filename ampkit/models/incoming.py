@@ -71,9 +71,7 @@ class Incoming:
             stay = {param for param in every if keeps and not (param in held if optimizers else param.requires_grad)}
             params, buffers = [param for param in lower if param not in stay], list[torch.Tensor]()
             for module in model.modules() if not every or len(stay) < len(every) else ():
-                if stay.isdisjoint(
-                    x for x in module._parameters.values() if x is not None and x.dtype in LOWER_PRECISION
-                ):
+                if all(x not in stay or x.dtype not in LOWER_PRECISION for x in module._parameters.values()):
                     names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
                     self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
                     buffers += names.values()

@@ -56,10 +56,8 @@ def _store_weights(
 ) -> None:
     """Cast the chosen parameters in place. With master weights a rest keeps the float32 value, and the gradient stays float32."""
     chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
-    for choice in kept:
-        for prefix, module in (
-            () if fsdp_modules(choice.model) else choice.model.named_modules()
-        ):  # FSDP2 casts by itself
+    for choice in [choice for choice in kept if not fsdp_modules(choice.model)]:  # FSDP2 casts what it gathers
+        for prefix, module in choice.model.named_modules():
             # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
             if isinstance(module, torch.jit.ScriptModule) or module in members:
                 continue
