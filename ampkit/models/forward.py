@@ -12,7 +12,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
@@ -34,9 +34,6 @@ from .float32_values import stored_weights
 CASTS_KEY = "_ampkit_casts"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
 _COPYING = ("__deepcopy__", "__reduce_ex__")
-
-Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
-"""Called with the instance, the class's own method, and the arguments of a call."""
 
 _compiling = torch.compiler.is_compiling
 
@@ -161,7 +158,7 @@ def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
         model.__dict__[INNER_FORWARD_KEY] = model.__dict__.pop("forward")
     model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
     make_copies_plain(model)
-    wrap_methods(type(model), _METHODS, undo, _in_a_call)
+    wrap_methods(type(model), undo)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -219,13 +216,14 @@ def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
     """Wrap the submodules of a model, so that they cast as inside of it where they are called alone, until ``undo``."""
     inside = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
     for cls in {type(m): None for m in inside if type(m).forward is not nn.Module.forward}:
-        wrap_methods(cls, {"forward": _forward}, undo)
+        wrap_methods(cls, undo, "forward")
     for submodule in inside:
         _parts[submodule] = ForwardCasts(casts_calls=True, narrow_in=narrow_in)
         undo.if_alive(lambda module: _parts.pop(module, None), submodule)
 
 
-_METHODS: dict[str, Around] = {
+#: Each is called with the instance, the class's own method, and the arguments of a call.
+_METHODS: dict[str, Callable[..., Any]] = {
     "_apply": _apply,
     "zero_grad": _zero_grad,
     "__prepare_scriptable__": _prepare_scriptable,
@@ -331,18 +329,14 @@ def _on_trace(context: Any) -> None:
 _patched: dict[tuple[type, str], SharedPatches] = {}
 
 
-def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
-    """Wrap these methods of a class, each in the function beside its name, until ``undo``.
-
-    The class's own public methods are wrapped in ``of_public``. All callers must give the same function for a method.
-    """
+def wrap_methods(cls: type, undo: Undo, *names: str) -> None:
+    """Wrap these methods of a class until ``undo``: by default those of `_METHODS`, and the class's own public ones as calls."""
     # torch makes a class for one parametrized module, and takes it back with the last parametrization.
     while len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}":
         cls = cls.__base__
-    public = () if of_public is None else _public_methods_of(cls)
-    for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
+    for name in names or (*_METHODS, *_public_methods_of(cls)):
         if (cls, name) not in _patched:
-            _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name, around))
+            _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name))
         _patched[cls, name].acquire(undo)
 
 
@@ -357,8 +351,9 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> None:
+def _wrap_method(cls: type, name: str, patches: PatchSet) -> None:
     patches.callback(_patched.pop, (cls, name), None)
+    around = _METHODS.get(name, _in_a_call)
     original, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
