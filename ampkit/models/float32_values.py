@@ -39,11 +39,8 @@ class Loan:
     gradient: Tensor | None = None
 
 
-class Loans:
+class Loans(dict["Float32Value", Loan]):
     """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight."""
-
-    def __init__(self) -> None:
-        self.of: dict[Float32Value, Loan] = {}
 
     def lend_parameter(self, master: Float32Value, lower: Tensor) -> Tensor:
         """Return the float32 value as a parameter with the gradient of ``lower``: the same object as long as a script holds it."""
@@ -51,29 +48,29 @@ class Loans:
         lent = self.held_by_script(master)
         if lent is None:
             lent = nn.Parameter(lower.new_empty(0, dtype=torch.float32), requires_grad=lower.requires_grad)
-            self.of[master] = Loan(lower, weakref.ref(lent))
+            self[master] = Loan(lower, weakref.ref(lent))
         self.lend_again(master)
         return lent
 
     def held_by_script(self, master: Float32Value) -> Tensor | None:
         """Return the parameter that was lent, or None if no script holds it any more."""
-        return self.of[master].held() if master in self.of else None
+        return self[master].held() if master in self else None
 
     def end(self, master: Float32Value | None = None, refuses: bool = True) -> None:
         """Write a script's changes of one loan, or of all, to the weights. A rest must not change while its value is lent.
 
         Raises `ConfigurationError` where a script has written to the weight too; without ``refuses`` that write wins.
         """
-        if self.of and (master is None or master in self.of):
-            loans = self.of.items() if master is None else [(master, self.of[master])]
+        if self and (master is None or master in self):
+            loans = self.items() if master is None else [(master, self[master])]
             _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
     def lend_again(self, master: Float32Value | None = None) -> None:
         """Update the parameters that a script still holds, of one value or of all, to the present values and gradients."""
-        for key in list(self.of) if master is None else [master] if master in self.of else []:
-            loan = self.of[key]
+        for key in list(self) if master is None else [master] if master in self else []:
+            loan = self[key]
             if (held := loan.held()) is None:
-                del self.of[key]
+                del self[key]
                 continue
             if loan.lent is None:
                 key.move_rest_beside(loan.lower)

@@ -127,7 +127,7 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
 
     restored = ((restore, *pair) for pair in masters.items())
     run_all(
-        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.of.clear,)]
+        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.clear,)]
     )
 
 
