@@ -304,8 +304,6 @@ class Session:
 
     def gathered_params(self) -> set[int]:
         """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""
-        if not self._sharded_at_first:
-            return set()
         return {id(param) for model in self.models for m in fsdp_modules(model) for param in unsharded_params(m)}
 
     # For the session's wrappers and models

@@ -79,11 +79,9 @@ class _Samples(UpdateCheck):
     @property
     def share(self) -> float:
         """The share of sampled updates that were lost, with each parameter weighted by its size."""
-        sizes = {name: param.numel() for name, param, _ in self._named}
         shares = self.shares
-        return sum(shares[name] * sizes.get(name, 0) for name in shares) / max(
-            1, sum(sizes.get(name, 0) for name in shares)
-        )
+        sizes = {name: param.numel() for name, param, _ in self._named if name in shares}
+        return sum(shares[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
 
 
 class LostUpdates(*_BASES):  # type: ignore[misc]
