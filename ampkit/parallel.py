@@ -115,7 +115,7 @@ def convert_syncbn_model(
                 " size. Pass one batch through the model first."
             )
         # The tensors come from the layer.
-        settings = dict(eps=layer.eps, momentum=layer.momentum, affine=False, track_running_stats=False)
+        settings: dict[str, Any] = dict(eps=layer.eps, momentum=layer.momentum, affine=False, track_running_stats=False)
         twin = chosen(layer.num_features, **settings, process_group=process_group)
         twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
         twin._parameters.update(layer._parameters)

@@ -28,7 +28,7 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 def _of_rule(name: str) -> Any:
     """Return a property: a value of the rule by which the scale moves, which torch's getters and setters read and write."""
 
-    def change(scaler: GradScaler, value: float) -> None:
+    def change(scaler: GradScaler, value: Any) -> None:
         if not scaler._scaler.dynamic:
             raise ConfigurationError(
                 "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
