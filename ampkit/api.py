@@ -113,9 +113,8 @@ def _track(models: Any, optimizers: Any) -> None:
         [validation.uncompiled(item) for item in validation.flatten(value) if type(item).__weakrefoffset__]
         for value in (models, optimizers)
     ]
-    for session in dict.fromkeys(filter(None, map(session_of, (*things[0], *things[1])))):
-        session.close()
-    for session in [live for live in live_sessions if live.owns_nothing]:
+    owners = [session_of(thing) for thing in (*things[0], *things[1])]
+    for session in [live for live in live_sessions if live in owners or live.owns_nothing]:
         session.close()
     Session(Plan(enabled=False)).prepare(*things)
 

@@ -53,8 +53,7 @@ def listening(listener: Listener, *shared: SharedPatches) -> Iterator[None]:
     """Register a listener inside of the block. ``shared`` are the sources that it needs, patched before its own patches."""
     with Undo() as undo:
         for source in shared:
-            source.acquire()
-            undo.callback(source.release)
+            source.acquire(undo)
         listeners.append(listener)
         undo.callback(listeners.remove, listener)
         yield

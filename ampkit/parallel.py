@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
+from .models.float32_values import members
 from .models.keep_fp32 import Kept
-from .models.records import members
 from .registry import watchers
 from .sharding import gathered, is_fsdp
 from .validation import sharded_after_initialize
@@ -50,6 +50,9 @@ def fully_shard(
     Raises `ConfigurationError` for an ``mp_policy``, for settings that `initialize` would refuse, and where ``keep_fp32`` names
     single parameters.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
     if "mp_policy" in options:
         raise ConfigurationError(
             "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
@@ -63,13 +66,7 @@ def fully_shard(
         cast_model_type=cast_model_type, keep_batchnorm_fp32=keep_batchnorm_fp32, keep_fp32=keep_fp32 or None
     )
     resolved = plan.resolve(opt_level, device_type, settings)
-    return _sharded(module, resolved, reduce_dtype, dict(options, mesh=mesh))
-
-
-def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, options: dict[str, Any]) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as shard
-
+    options["mesh"] = mesh
     if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
     kept = Kept(module, resolved)
@@ -110,8 +107,20 @@ def convert_syncbn_model(
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_syncbn_model expects a model (torch.nn.Module), found a {type(module).__name__}.")
     chosen = layer_class or (nn.SyncBatchNorm if is_on_cuda(module) else SyncBatchNorm)
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    twins: dict[nn.Module, nn.Module] = {layer: _synchronised(layer, process_group, chosen) for layer in layers}
+    twins: dict[nn.Module, nn.Module] = {}
+    for layer in [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]:
+        if any(tensor is not None and is_lazy(tensor) for tensor in (layer.weight, layer.running_mean)):
+            raise ValueError(
+                f"convert_syncbn_model found a {type(layer).__name__} that has not seen a batch; it expects layers of known"
+                " size. Pass one batch through the model first."
+            )
+        # The tensors come from the layer.
+        settings: dict[str, Any] = dict(eps=layer.eps, momentum=layer.momentum, affine=False, track_running_stats=False)
+        twin = chosen(layer.num_features, **settings, process_group=process_group)
+        twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
+        twin._parameters.update(layer._parameters)
+        twin._buffers.update(layer._buffers)
+        twins[layer] = twin.train(layer.training)
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):  # a layer used in two places stays one layer
             if child is not None and child in twins:
@@ -206,29 +215,6 @@ class SyncBatchNorm(_BatchNorm):
 def is_on_cuda(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module is on CUDA."""
     return any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _synchronised(
-    layer: _BatchNorm, process_group: dist.ProcessGroup | None, layer_class: Callable[..., _BatchNorm]
-) -> nn.Module:
-    """The synchronised twin of one batch norm, sharing its tensors."""
-    if any(tensor is not None and is_lazy(tensor) for tensor in (layer.weight, layer.running_mean)):
-        raise ValueError(
-            f"convert_syncbn_model found a {type(layer).__name__} that has not seen a batch; it expects layers of known"
-            " size. Pass one batch through the model first."
-        )
-    twin = layer_class(
-        layer.num_features,
-        eps=layer.eps,
-        momentum=layer.momentum,
-        affine=False,  # the tensors come from the layer, below
-        track_running_stats=False,
-        process_group=process_group,
-    )
-    twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
-    twin._parameters.update(layer._parameters)
-    twin._buffers.update(layer._buffers)
-    return twin.train(layer.training)
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

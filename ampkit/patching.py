@@ -146,14 +146,15 @@ def _put_back(owner: Any, name: str, before: Any, written: Any) -> None:
 
 
 class SharedPatches:
-    """Patches that several sessions share: ``patch(patches)`` runs for the first of them, and is undone after the last."""
+    """Patches that several users share: ``patch(patches)`` runs for the first of them, and is undone after the last."""
 
     def __init__(self, patch: Callable[[PatchSet], None]) -> None:
         self._patch = patch
         self._users = 0
         self._patches = PatchSet()
 
-    def acquire(self) -> None:
+    def acquire(self, undo: Undo) -> None:
+        """Patch for one more user, until its ``undo``."""
         if not self._users:
             try:
                 self._patch(self._patches)
@@ -161,13 +162,12 @@ class SharedPatches:
                 self._patches.restore()
                 raise
         self._users += 1
+        undo.callback(self._release)
 
-    def release(self) -> bool:
-        """Give up one use, and return whether it was the last."""
+    def _release(self) -> None:
         self._users -= 1
         if not self._users:
             self._patches.restore()
-        return not self._users
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

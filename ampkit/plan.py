@@ -88,11 +88,6 @@ class Plan:
         return self.casts_weights and (not self.master_weights or self.policy.base == "apex")
 
     @property
-    def stores_what_is_trained(self) -> bool:
-        """Whether weights are stored in lower precision only where an optimizer of the call trains them, if there is one."""
-        return self.casts_weights and not self.lowers_all
-
-    @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 
@@ -226,14 +221,6 @@ class _Setting(NamedTuple):
     advice: str = ""
 
 
-class _AtLevels(NamedTuple):
-    """The values that a setting takes at some levels only. Where None is among them, all of them mean None."""
-
-    levels: str
-    accepted: tuple[Any, ...]
-    advice: str = ""
-
-
 _REFUSED = object()
 
 
@@ -312,39 +299,27 @@ _AS_BEFORE = (
     "Weights that are stored in bfloat16, with their float32 values beside them, are "
     "opt_level='O2', cast_model_type=torch.bfloat16, loss_scale=1.0."
 )
-_AT_LEVELS = {
-    "cast_model_type": (
-        _AtLevels(
-            "O1 O4 O5",
-            (None, torch.float32),
-            f"Leave it out: weights stay float32 there. To cast the model choose O2 or O3. {_AS_BEFORE}",
-        ),
-        _AtLevels("O0", (torch.float32,), _EITHER),
-        _AtLevels("O2 O3", (*LOWER_PRECISION, torch.float32), _EITHER),
+#: By setting and levels: the values that the setting takes there only, and advice. Where None is among them, all mean None.
+_AT_LEVELS: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
+    ("cast_model_type", "O1 O4 O5"): (
+        (None, torch.float32),
+        f"Leave it out: weights stay float32 there. To cast the model choose O2 or O3. {_AS_BEFORE}",
     ),
-    "patch_torch_functions": (
-        _AtLevels(
-            "O0 O2 O3 O5",
-            (False,),
-            "Choose opt_level='O1' or opt_level='O4' to patch them; O5 casts inside of the models alone.",
-        ),
+    ("cast_model_type", "O0"): ((torch.float32,), _EITHER),
+    ("cast_model_type", "O2 O3"): ((*LOWER_PRECISION, torch.float32), _EITHER),
+    ("patch_torch_functions", "O0 O2 O3 O5"): (
+        (False,),
+        "Choose opt_level='O1' or opt_level='O4' to patch them; O5 casts inside of the models alone.",
     ),
-    "patch_torch_functions_type": (
-        _AtLevels("O1", LOWER_PRECISION),
-        _AtLevels("O4 O5", (torch.bfloat16,)),
-        _AtLevels("O0 O2 O3", (None,), "It belongs to O1; O2 and O3 take cast_model_type=."),
+    ("patch_torch_functions_type", "O1"): (LOWER_PRECISION, ""),
+    ("patch_torch_functions_type", "O4 O5"): ((torch.bfloat16,), ""),
+    ("patch_torch_functions_type", "O0 O2 O3"): ((None,), "It belongs to O1; O2 and O3 take cast_model_type=."),
+    ("keep_batchnorm_fp32", "O1 O4 O5"): (
+        (None,),
+        "At {level} the weights, norms included, are float32 and the tables decide how norms compute.",
     ),
-    "keep_batchnorm_fp32": (
-        _AtLevels(
-            "O1 O4 O5",
-            (None,),
-            "At {level} the weights, norms included, are float32 and the tables decide how norms compute.",
-        ),
-    ),
-    "master_weights": (
-        _AtLevels("O1 O4 O5", (None,), f"The weights are float32 there and are their own masters. {_AS_BEFORE}"),
-    ),
-    "scope": (_AtLevels("O0 O2 O3", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),),
+    ("master_weights", "O1 O4 O5"): ((None,), f"The weights are float32 there and are their own masters. {_AS_BEFORE}"),
+    ("scope", "O0 O2 O3"): (("process",), "'forward' is about casts of calls alone. Use O1 or O4."),
 }
 
 
@@ -352,11 +327,11 @@ def _checked(name: str, value: Any, level: str) -> Any:
     """Return the plan's value for the caller's, or raise `ConfigurationError`."""
     setting = SETTINGS[name]
     taken, expected, advice = setting.take(value), setting.expected, setting.advice
-    for row in _AT_LEVELS.get(name, ()):
-        if level in row.levels and taken is not None and taken is not _REFUSED:
-            if taken in [x for x in row.accepted if type(x) is type(taken)]:
-                return None if None in row.accepted else taken
-            expected, advice = f"{_any_of(row.accepted)} at {level}", row.advice.format(level=level)
+    for (limited, levels), (accepted, advice_there) in _AT_LEVELS.items():
+        if name == limited and level in levels and taken is not None and taken is not _REFUSED:
+            if taken in [x for x in accepted if type(x) is type(taken)]:
+                return None if None in accepted else taken
+            expected, advice = f"{_any_of(accepted)} at {level}", advice_there.format(level=level)
             taken = _REFUSED
     if taken is _REFUSED:
         raise ConfigurationError(

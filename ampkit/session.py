@@ -34,16 +34,13 @@ from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.reach import calls_of_torch, retained_results
 from .iteration.running_statistics import RunningStatistics
-from .iteration.stand_ins import inner_optimizers
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models import copies
-from .models.float32_values import value_of
-from .models.incoming import Incoming, widen_models
+from .models.float32_values import ParameterRecord, parameters_now, sync_weights, value_of
+from .models.incoming import Incoming
 from .models.preparing import prepare_models
-from .models.records import ParameterRecord, parameters_now, sync_weights
 from .models.torch_integration import around_stored_weights, exports, weights_by_address
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
@@ -146,13 +143,12 @@ class Session:
         plan, undo = self.plan, self._undo
         undo.callback(forget_traces)  # compiled code must hold the forwards of these models as they are now
         if plan.verbosity >= 1:
-            stdout_lines.acquire()
-            undo.callback(stdout_lines.release)
+            stdout_lines.acquire(undo)
             self._log_banner()
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
-            widen_models(self.incoming, models, optimizers, plan)
+            self.incoming.widen(models, optimizers, plan)
         originals = prepare_models(models, optimizers, plan, undo)
         for model in models:
             self._records[model] = parameters_now(model)
@@ -182,8 +178,7 @@ class Session:
             (retained_results, not all(scaler.is_one for scaler in self.scalers)),
         ):
             if wanted:
-                patches.acquire()
-                self._undo.callback(patches.release)
+                patches.acquire(self._undo)
 
     @_one_at_a_time()
     def close(self) -> None:
@@ -223,9 +218,6 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self)
-            for inner in (optimizer, *inner_optimizers(optimizer)) if self.plan.stores_weights else ():
-                self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
-                copies.make_state_plain(inner)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
         for wrapper in wrappers:
             if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments
@@ -310,8 +302,6 @@ class Session:
 
     def gathered_params(self) -> set[int]:
         """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""
-        if not self._sharded_at_first:
-            return set()
         return {id(param) for model in self.models for m in fsdp_modules(model) for param in unsharded_params(m)}
 
     # For the session's wrappers and models
@@ -332,7 +322,7 @@ class Session:
         weights_by_address.clear()
         if casting is not None:
             # One parameter tells whether the model has moved; the noted one is found sooner than the model's first.
-            first = records[0].param() if records else next(model.parameters(), None)
+            first = records[0][0]() if records else next(model.parameters(), None)
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()

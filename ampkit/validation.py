@@ -127,7 +127,12 @@ def check(
         )
     for optimizer in optimizer_list:
         _refuse_unfit_optimizer(optimizer, plan, device_type_of(model_list))
-    _refuse_scripted(model_list, plan)
+    only_calls = plan.patch_torch_functions and plan.scope == "process" and not plan.cast_model_outputs
+    if not only_calls and any(isinstance(model, torch.jit.ScriptModule) for model in model_list):
+        raise ConfigurationError(
+            "The model is a TorchScript module, whose forward cannot be wrapped. Call initialize() on the module before scripting, "
+            "or use opt_level='O1' or 'O4', which cast the calls inside of it."
+        )
     trained = held_by(optimizer_list)
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
@@ -212,7 +217,14 @@ def _refuse_sharded(choice: Kept, known: set[torch.Tensor], optimizer_list: list
         wanted = torch.float32 if is_kept else plan.cast_model_type
         casts_either = plan.has_narrow_results and not plan.casts_weights and dtype is plan.lower_precision
         if shard.param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
-            raise ConfigurationError(_policy_line(shard.name, dtype, wanted, is_kept, plan))
+            clash = f"FSDP2 gathers {shard.name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
+            advice = " and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
+            if plan.casts_weights:
+                advice = (
+                    f"{' (norms need groups of their own)' if is_kept else ''}. A policy cannot be changed after sharding. Shard "
+                    f"with ampkit.parallel.fully_shard(module, opt_level={plan.opt_level!r}), block by block and then the model."
+                )
+            raise ConfigurationError(clash + advice)
     if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
         raise ConfigurationError(
             "The sharded model is in lower precision and has run forward already, which has settled what FSDP2 gathers and "
@@ -249,28 +261,6 @@ def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.M
                 f"gradients at the loss scale, or in the lower precision of {plan.opt_level}'s weights. Use O4, O1 with "
                 "loss_scale=1.0, or step after the scale_loss block."
             )
-
-
-def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
-    """The error message for a ``fully_shard`` in another dtype, with advice."""
-    clash = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
-    if not plan.casts_weights:
-        return f"{clash} and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
-    why = " (norms need groups of their own)" if is_kept else ""
-    return (
-        f"{clash}{why}. A policy cannot be changed after sharding. Shard with "
-        f"ampkit.parallel.fully_shard(module, opt_level={plan.opt_level!r}), block by block and then the model."
-    )
-
-
-def _refuse_scripted(model_list: list[nn.Module], plan: Plan) -> None:
-    """Refuse TorchScript models where their forward would have to be wrapped."""
-    only_calls = plan.patch_torch_functions and plan.scope == "process" and not plan.cast_model_outputs
-    if not only_calls and any(isinstance(model, torch.jit.ScriptModule) for model in model_list):
-        raise ConfigurationError(
-            "The model is a TorchScript module, whose forward cannot be wrapped. Call initialize() on the module before scripting, "
-            "or use opt_level='O1' or 'O4', which cast the calls inside of it."
-        )
 
 
 def _refuse_kept_modules(kept: list[Kept], plan: Plan) -> None:
@@ -325,8 +315,10 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
     lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
-        is_touched = lowers_all or param in trained
-        if is_touched and (is_narrow or (plan.casts_weights and is_of_wrapper_class(param))):
+        # A class that keeps its values in other tensors, as torchao's do; not a DTensor, nor a fake tensor.
+        is_wrapper = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        is_wrapper = is_wrapper and not is_sharded(param) and not isinstance(param, FakeTensor)
+        if (lowers_all or param in trained) and (is_narrow or (plan.casts_weights and is_wrapper)):
             kind = param.dtype if is_narrow else f"a {type(param).__name__}, which stores its values in its own way"
             raise ConfigurationError(
                 f"Parameter {name!r} is {kind}: initialize() expects floating-point weights, and cannot train quantised ones. "
@@ -338,12 +330,6 @@ def _refuse_unfit_weights(model: nn.Module, trained: set[torch.Tensor], plan: Pl
             f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. Call "
             "model.float() first, or use opt_level='O0'."
         )
-
-
-def is_of_wrapper_class(param: torch.Tensor) -> bool:
-    """Whether the parameter's class keeps its values in other tensors, as torchao's do; not a DTensor, nor a fake tensor."""
-    handles_operators = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return handles_operators and not is_sharded(param) and not isinstance(param, FakeTensor)
 
 
 def _refuse_repeats(things: list[Any], kind: str) -> None:

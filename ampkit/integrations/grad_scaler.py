@@ -18,11 +18,24 @@ from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler, validate_scaler_state
 from ..iteration.optimizer_wrapper import OptimizerWrapper
-from ..registry import current_session, session_of, wrapper_of
+from ..registry import current_session, wrapper_of
 from ..session import Session
 from ..validation import not_initialized
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def _of_rule(name: str) -> Any:
+    """Return a property: a value of the rule by which the scale moves, which torch's getters and setters read and write."""
+
+    def change(scaler: GradScaler, value: Any) -> None:
+        if not scaler._scaler.dynamic:
+            raise ConfigurationError(
+                "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
+            )
+        scaler._scaler.change_rule(replace(scaler._scaler.rule, **{name: value}))
+
+    return property(lambda scaler: _state_of(scaler._scaler)[name], change)
 
 
 class GradScaler(TorchGradScaler):
@@ -37,6 +50,8 @@ class GradScaler(TorchGradScaler):
     does; `ConfigurationError` for a change of the rule of a static scale; and TypeError for settings of torch's, which are
     `initialize`'s here.
     """
+
+    _growth_factor, _backoff_factor, _growth_interval = map(_of_rule, _KEYS[1:4])
 
     def __init__(
         self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0, **of_torch: Any
@@ -70,15 +85,15 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if id(optimizer) in self._unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        wrapper, session = wrapper_of(optimizer), session_of(optimizer)
-        if wrapper is None or session is None:
+        wrapper = wrapper_of(optimizer)
+        if wrapper is None:
             raise not_initialized(optimizer)
-        if session is not self._owner():
+        if wrapper.owner is not self._owner():
             raise NotInitializedError(
                 f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its "
                 "gradients are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
             )
-        self._unscaled[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
+        self._unscaled[id(optimizer)] = (wrapper, wrapper.owner.scaling.unscale(wrapper, self._scaler))
 
     def is_unscaled(self, optimizer: Any) -> bool:
         """Whether `unscale_` has been called on this optimizer since the last ``update()``."""
@@ -130,32 +145,6 @@ class GradScaler(TorchGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's GradScaler."""
         _load(self._scaler, state_dict)
-
-    def get_growth_factor(self) -> float:
-        return float(self.state_dict()["growth_factor"])
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        self._change_rule(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        return float(self.state_dict()["backoff_factor"])
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self._change_rule(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        return int(self.state_dict()["growth_interval"])
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self._change_rule(growth_interval=new_interval)
-
-    def _change_rule(self, **changes: Any) -> None:
-        scaler = self._scaler
-        if not scaler.dynamic:
-            raise ConfigurationError(
-                "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
-            )
-        scaler.change_rule(replace(scaler.rule, **changes))
 
     def _owner(self) -> Session:
         session = current_session() if self._session is None else self._session()

@@ -60,7 +60,8 @@ class _Samples(UpdateCheck):
         if (wrapper := wrapper_of(self.optimizer)) is not None:
             flag = None if (found_inf := wrapper.findings.of_step) is None else found_inf.flag
         if flag is not None:
-            counts = {name: tuple(x * _is_taken(flag, x) for x in pair) for name, pair in counts.items()}
+            is_taken = flag == 0  # on the device
+            counts = {name: tuple(x * is_taken.to(x) for x in pair) for name, pair in counts.items()}
         self._count(counts)
         if counts:
             self._cost = (self._spent + perf_counter() - begun) / len(counts)
@@ -78,16 +79,9 @@ class _Samples(UpdateCheck):
     @property
     def share(self) -> float:
         """The share of sampled updates that were lost, with each parameter weighted by its size."""
-        sizes = {name: param.numel() for name, param, _ in self._named}
         shares = self.shares
-        return sum(shares[name] * sizes.get(name, 0) for name in shares) / max(
-            1, sum(sizes.get(name, 0) for name in shares)
-        )
-
-
-def _is_taken(flag: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """Return 1 if the step was taken, 0 if it was skipped, on the device and in the dtype of ``beside``."""
-    return (flag == 0).to(beside)
+        sizes = {name: param.numel() for name, param, _ in self._named if name in shares}
+        return sum(shares[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
 
 
 class LostUpdates(*_BASES):  # type: ignore[misc]

@@ -1,20 +1,28 @@
-"""The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md."""
+"""The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md.
+
+`sync_weights` takes over, before a forward, what a script has written; `join` gives values to weights that come later.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from .. import kernels
 from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..kernels import joined
+from ..patching import Reference
 
 
 @dataclass
@@ -31,19 +39,8 @@ class Loan:
     gradient: Tensor | None = None
 
 
-class Loans:
-    """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight.
-
-    An element that differs from the value that was lent counts as written, whatever wrote it. Parameters that a script still
-    holds are then lent again, with the new values.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[Float32Value, Loan] = {}
-
-    def forget(self) -> None:
-        """Drop all loans: the session is over."""
-        self._of.clear()
+class Loans(dict["Float32Value", Loan]):
+    """The loans of one session. Each ends at the next forward or step, which writes the script's changes to the weight."""
 
     def lend_parameter(self, master: Float32Value, lower: Tensor) -> Tensor:
         """Return the float32 value as a parameter with the gradient of ``lower``: the same object as long as a script holds it."""
@@ -51,29 +48,29 @@ class Loans:
         lent = self.held_by_script(master)
         if lent is None:
             lent = nn.Parameter(lower.new_empty(0, dtype=torch.float32), requires_grad=lower.requires_grad)
-            self._of[master] = Loan(lower, weakref.ref(lent))
+            self[master] = Loan(lower, weakref.ref(lent))
         self.lend_again(master)
         return lent
 
     def held_by_script(self, master: Float32Value) -> Tensor | None:
         """Return the parameter that was lent, or None if no script holds it any more."""
-        return self._of[master].held() if master in self._of else None
+        return self[master].held() if master in self else None
 
     def end(self, master: Float32Value | None = None, refuses: bool = True) -> None:
         """Write a script's changes of one loan, or of all, to the weights. A rest must not change while its value is lent.
 
         Raises `ConfigurationError` where a script has written to the weight too; without ``refuses`` that write wins.
         """
-        if self._of and (master is None or master in self._of):
-            loans = self._of.items() if master is None else [(master, self._of[master])]
+        if self and (master is None or master in self):
+            loans = self.items() if master is None else [(master, self[master])]
             _take_back([pair for pair in loans if pair[1].lent is not None], refuses)
 
     def lend_again(self, master: Float32Value | None = None) -> None:
         """Update the parameters that a script still holds, of one value or of all, to the present values and gradients."""
-        for key in list(self._of) if master is None else [master] if master in self._of else []:
-            loan = self._of[key]
+        for key in list(self) if master is None else [master] if master in self else []:
+            loan = self[key]
             if (held := loan.held()) is None:
-                del self._of[key]
+                del self[key]
                 continue
             if loan.lent is None:
                 key.move_rest_beside(loan.lower)
@@ -145,14 +142,12 @@ class Float32Value:
     dtype: torch.dtype
     rest: Tensor | None = None
     was_made_float32: bool = False  # by ``model.float()``, which is refused; ``p.data = values`` is not
-    _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
+    saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)  # a key of the last state dict, and its tensor
 
     def move_rest_beside(self, lower: Tensor) -> None:
         """Move the rest to the device and strides of ``lower``, as after ``model.to(...)``; of another shape it begins at 0."""
         rest = self.rest
-        if rest is None or (
-            rest.device == lower.device and rest.shape == lower.shape and rest.stride() == lower.stride()
-        ):
+        if rest is None or (rest.device, rest.shape, rest.stride()) == (lower.device, lower.shape, lower.stride()):
             return
         self.rest = torch.zeros_like(lower, dtype=torch.int16, requires_grad=False)
         if rest.shape == lower.shape:
@@ -164,15 +159,6 @@ class Float32Value:
         self.move_rest_beside(lower)
         self.loans.lend_again(self)
         return joined(lower, self.rest)
-
-    def in_state_dict(self, lower: Tensor, state_dict: Mapping[str, Any], key: str, as_parameter: bool) -> Tensor:
-        """Return a copy of the value for ``state_dict[key]``: one tensor for all keys of tied weights."""
-        name, saved = self._saved[0], self._saved[1]()
-        if saved is None or state_dict.get(name) is not saved:
-            value = self.current(lower)
-            saved = nn.Parameter(value, requires_grad=lower.requires_grad) if as_parameter else value
-            self._saved = key, weakref.ref(saved)
-        return saved
 
     @torch.no_grad()
     def put(self, lower: Tensor, value: Tensor) -> None:
@@ -187,11 +173,9 @@ class Float32Value:
         if (rest := self.rest) is None:
             lower.copy_(value)
             return
-        if elements is not None:
-            self.rest = rest.clone()
-        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
-        if elements is not None:
-            self.rest = rest.copy_(torch.where(elements.to(rest.device), self.rest, rest))
+        fresh = torch.empty_like(rest)
+        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [fresh])
+        rest.copy_(fresh if elements is None else torch.where(elements.to(rest.device), fresh, rest))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
@@ -226,3 +210,67 @@ def own_stored_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, F
 def stored_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value]]:
     """Yield (parameter, float32 value) for all parameters of the model that are stored in lower precision."""
     return ((param, master) for module in model.modules() for _, param, master in own_stored_weights(module))
+
+
+#: The modules of models that store weights in lower precision, and the loans of their sessions.
+members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
+
+
+#: A parameter, the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision.
+ParameterRecord = tuple[Reference, torch.dtype, Float32Value | None]
+
+
+def parameters_now(model: nn.Module) -> list[ParameterRecord]:
+    """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
+    every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
+    return [(Reference(param), param.dtype, stored.get(param)) for param in every]
+
+
+def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
+    """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
+
+    Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
+    """
+    if (loans := members.get(model)) is not None:
+        loans.end()
+        loans.lend_again()
+    assigned, changed = {}, {}
+    for ref, dtype, master in records:
+        if (param := ref()) is None:
+            continue
+        if param.dtype is dtype:
+            if master is not None and (rest := master.rest) is not None:
+                # Not master.move_rest_beside(param), which every weight would be asked for in every forward.
+                if rest.numel() != param.numel() or rest.device != param.device:
+                    master.move_rest_beside(param)
+        elif master is not None and param.dtype is torch.float32 and not master.was_made_float32:
+            assigned[param] = master
+        else:
+            changed[param] = dtype
+    for name, param in model.named_parameters() if changed else ():
+        if param in changed:
+            raise ConfigurationError(
+                f"{name!r} is {param.dtype}, initialize() left it {changed[param]}. Do not change the dtype of an initialized "
+                "model (.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
+            )
+    for param, master in assigned.items():
+        master.take_float32(param)
+    return bool(assigned)
+
+
+def join(whole: nn.Module, _: str, part: Any) -> None:
+    """Register lower-precision parameters that are added to an initialized model, as by a parametrization, with float32 values."""
+    loans = members.get(whole) if members else None
+    if loans is None:
+        return
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if not isinstance(module, torch.jit.ScriptModule):
+            members.setdefault(module, loans)
+            for name, param in module._parameters.items():
+                join(module, name, param)
+    if isinstance(part, nn.Parameter) and part.dtype in LOWER_PRECISION:
+        stored.setdefault(part, Float32Value(loans, part.dtype))
+
+
+register_module_module_registration_hook(join)
+register_module_parameter_registration_hook(join)

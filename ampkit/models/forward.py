@@ -12,8 +12,8 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any
@@ -29,14 +29,11 @@ from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
-from .copies import INNER_FORWARD_KEY, make_copies_plain, prevent_fused_kernel, remove_attributes
 from .float32_values import stored_weights
 
 CASTS_KEY = "_ampkit_casts"
-
-
-Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
-"""Called with the instance, the class's own method, and the arguments of a call."""
+INNER_FORWARD_KEY = "_ampkit_inner_forward"
+_COPYING = ("__deepcopy__", "__reduce_ex__")
 
 _compiling = torch.compiler.is_compiling
 
@@ -109,16 +106,59 @@ def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict
     return twin
 
 
+def prevent_fused_kernel(module: nn.Module, args: tuple) -> None:
+    """Do nothing: with a hook on a part, torch's TransformerEncoderLayer calls its parts instead of one fused kernel."""
+
+
+def make_copies_plain(model: nn.Module) -> None:
+    """Make deep copies and pickles of a model plain: without ampkit's attributes and hooks."""
+    for name, function in zip(_COPYING, (_deepcopy, _reduce)):
+        model.__dict__[name] = functools.partial(function, weakref.ref(model))
+
+
+def remove_attributes(model: nn.Module) -> None:
+    """Remove every attribute and hook that ampkit has set on a model."""
+    attributes = model.__dict__
+    if INNER_FORWARD_KEY in attributes:
+        attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
+    for key in (CASTS_KEY, *_COPYING):
+        attributes.pop(key, None)
+    hooks = attributes["_forward_pre_hooks"]
+    for number in [number for number, hook in hooks.items() if hook is prevent_fused_kernel]:
+        del hooks[number]
+
+
+def _plain_twin(model: nn.Module) -> nn.Module:
+    """Return a shallow copy of the model without ampkit's attributes, over the same tensors and modules."""
+    plain = object.__new__(type(model))
+    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
+    remove_attributes(plain)
+    return plain
+
+
+def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    model = ref()
+    plain = _plain_twin(model)
+    if not hasattr(type(plain), "__deepcopy__"):
+        return copy._reconstruct(model, memo, *plain.__reduce_ex__(4))
+    twin = memo[id(model)] = type(plain).__deepcopy__(plain, memo)
+    copy._keep_alive(plain, memo)
+    return twin
+
+
+def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
+    return _plain_twin(ref()).__reduce_ex__(protocol)
+
+
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
     """Make the forward of ``model`` cast as ``casts`` says, whichever way it is called; ``undo`` restores its class."""
     if casts.is_kept:
         model.register_forward_pre_hook(prevent_fused_kernel)
-    inner = model.__dict__.pop("forward", None)
-    if inner is not None:
-        model.__dict__[INNER_FORWARD_KEY] = inner
+    if "forward" in model.__dict__:
+        model.__dict__[INNER_FORWARD_KEY] = model.__dict__.pop("forward")
     model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
     make_copies_plain(model)
-    wrap_methods(type(model), _METHODS, undo, _in_a_call)
+    wrap_methods(type(model), undo)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -142,19 +182,19 @@ def cast_inputs(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def method(self, *args, **kwargs):
-        return _run(self, functools.partial(function, self), args, kwargs)
+        return _run(self, functools.partial(function, self), args, kwargs, self.__dict__.get(CASTS_KEY))
 
     return method
 
 
 def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    casts = model.__dict__.get(CASTS_KEY)
-    if casts is None:
-        return _part(model, forward, args, kwargs)
-    if casts is _running.casts:  # super().forward(), or a forward on the instance that calls the class's
+    casts, outer = model.__dict__.get(CASTS_KEY), _running.casts
+    if casts is None and outer is None and not _compiling():  # a part that is called alone has the casts of its model
+        casts = _parts.get(model)
+    if casts is None or casts is outer:  # super().forward(), or a forward on the instance that calls the class's
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
-    return _run(model, inner or functools.partial(forward, model), args, kwargs)
+    return _run(model, inner or functools.partial(forward, model), args, kwargs, casts)
 
 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
@@ -172,24 +212,18 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
 _parts: weakref.WeakKeyDictionary[nn.Module, ForwardCasts] = weakref.WeakKeyDictionary()
 
 
-def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a submodule that is called alone with the casts of its model."""
-    if _running.casts is not None or _compiling() or (casts := _parts.get(module)) is None:
-        return forward(module, *args, **kwargs)
-    return _run(module, functools.partial(forward, module), args, kwargs, casts)
-
-
 def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
     """Wrap the submodules of a model, so that they cast as inside of it where they are called alone, until ``undo``."""
     inside = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
     for cls in {type(m): None for m in inside if type(m).forward is not nn.Module.forward}:
-        wrap_methods(cls, {"forward": _forward}, undo)
+        wrap_methods(cls, undo, "forward")
     for submodule in inside:
         _parts[submodule] = ForwardCasts(casts_calls=True, narrow_in=narrow_in)
         undo.if_alive(lambda module: _parts.pop(module, None), submodule)
 
 
-_METHODS: dict[str, Around] = {
+#: Each is called with the instance, the class's own method, and the arguments of a call.
+_METHODS: dict[str, Callable[..., Any]] = {
     "_apply": _apply,
     "zero_grad": _zero_grad,
     "__prepare_scriptable__": _prepare_scriptable,
@@ -199,19 +233,31 @@ _METHODS: dict[str, Around] = {
 
 
 @labelled("forward")
-def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None = None) -> Any:
-    casts = casts or model.__dict__.get(CASTS_KEY)
+def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None) -> Any:
     outer = _running.casts
     if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
         return function(*args, **kwargs)
     traced = _compiling()
-    if traced:
-        _note_trace(model)
+    if torch.compiler.is_dynamo_compiling():  # else `_export` does what is to be done before
+        from torch._dynamo.comptime import comptime
+
+        comptime(_on_trace)
+    elif not traced and (session := watchers.get(model)) is not None:
+        recording = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)  # out of sight of torch.jit.trace
+        try:
+            session.before_forward(model)
+        finally:
+            torch._C._set_tracing_state(recording)
+    if (casting := active_casting()) is None:
+        scope = nullcontext()
+    elif casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
+        scope = casting.disabled()
     else:
-        _before_forward(model)
+        scope = casting.forward_scope(casts.narrow_in)
     try:
         _running.casts = casts
-        with _casts_of_calls(casts):
+        with scope:
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
@@ -245,22 +291,7 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
             if before not in seen:
                 seen.add(before)
                 waiting.append(before)
-    if not stay:
-        return cast_floating(outputs, dtype)
     return map_tensors(outputs, lambda x: x if id(x) in stay else cast_floating(x, dtype))
-
-
-def _before_forward(model: nn.Module) -> None:
-    """Let the model's session prepare for a forward, out of sight of torch.jit.trace."""
-    if (session := watchers.get(model)) is None:
-        return
-    if (recording := torch._C._get_tracing_state()) is None:
-        return session.before_forward(model)
-    torch._C._set_tracing_state(None)
-    try:
-        session.before_forward(model)
-    finally:
-        torch._C._set_tracing_state(recording)
 
 
 def _explain(error: RuntimeError, model: nn.Module) -> None:
@@ -288,25 +319,8 @@ _TOO_LARGE = (
 )
 
 
-def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
-    """Return the context of a forward: casts of calls on for a model that has them, and off for any other."""
-    casting = active_casting()
-    if casting is None:
-        return nullcontext()
-    if casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
-        return casting.disabled()
-    return casting.forward_scope(casts.narrow_in)
-
-
-def _note_trace(model: nn.Module) -> None:
-    """Register the model with `compiled_models`, which prepares for forwards in compiled code. Without dynamo, `_export` does."""
-    if torch.compiler.is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime
-
-        comptime(_on_trace)
-
-
 def _on_trace(context: Any) -> None:
+    """Register the model of `_run`, which dynamo traces, with `compiled_models`."""
     model = context.get_local("model")._ComptimeVar__variable.realize().value
     if (session := watchers.get(model)) is not None:
         compiled_models.note(model, session.before_compiled_forward)
@@ -315,24 +329,15 @@ def _on_trace(context: Any) -> None:
 _patched: dict[tuple[type, str], SharedPatches] = {}
 
 
-def wrap_methods(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
-    """Wrap these methods of a class, each in the function beside its name, until ``undo``.
-
-    The class's own public methods are wrapped in ``of_public``. All callers must give the same function for a method.
-    """
-    while _is_parametrized(cls):  # torch takes the class back with the last parametrization
+def wrap_methods(cls: type, undo: Undo, *names: str) -> None:
+    """Wrap these methods of a class until ``undo``: by default those of `_METHODS`, and the class's own public ones as calls."""
+    # torch makes a class for one parametrized module, and takes it back with the last parametrization.
+    while len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}":
         cls = cls.__base__
-    public = () if of_public is None else _public_methods_of(cls)
-    for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
+    for name in names or (*_METHODS, *_public_methods_of(cls)):
         if (cls, name) not in _patched:
-            _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name, around))
-        _patched[cls, name].acquire()
-        undo.callback(_release, cls, name)
-
-
-def _release(cls: type, name: str) -> None:
-    if _patched[cls, name].release():
-        del _patched[cls, name]
+            _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name))
+        _patched[cls, name].acquire(undo)
 
 
 def _public_methods_of(cls: type) -> Iterator[str]:
@@ -346,7 +351,9 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> None:
+def _wrap_method(cls: type, name: str, patches: PatchSet) -> None:
+    patches.callback(_patched.pop, (cls, name), None)
+    around = _METHODS.get(name, _in_a_call)
     original, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
@@ -361,8 +368,3 @@ def _wrap_method(cls: type, name: str, around: Around, patches: PatchSet) -> Non
     code, names = method.__code__.replace(), getattr(original, "__globals__", globals())
     method = types.FunctionType(code, names, name, None, method.__closure__)
     patches.set(cls, name, method if original is None else functools.wraps(original)(method))
-
-
-def _is_parametrized(cls: type) -> bool:
-    """Whether torch made the class for one parametrized module."""
-    return len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}"

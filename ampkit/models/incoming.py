@@ -1,13 +1,13 @@
 """Models that are loaded in float16 or bfloat16: trained weights are float32 while a session lives.
 
-`widen_models` is the first thing that a session does to its models; `Incoming.give_back` undoes it, last of all. A session that
+`Incoming.widen` is the first thing that a session does to its models; `Incoming.give_back` undoes it, last of all. A session that
 takes over the models of an earlier one takes over its record too, without rounding in between.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import nn
 from .. import kernels
 from ..casting.tensors import cast_state, params_of, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
+from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import by_tensor
 from ..sharding import fsdp_modules
-from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room
 
@@ -46,44 +46,65 @@ class Incoming:
         """Return the recorded original dtypes of the model's parameters."""
         return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
-    def widen(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Any], keeps: Callable[[torch.Tensor], bool], plan: Plan
-    ) -> list[tuple[nn.Module, torch.dtype, int]]:
-        """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
+    def widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan) -> None:
+        """Make lower-precision tensors float32, in place, with their gradients and optimizer state, and log it.
 
-        Parameters for which ``keeps`` is True keep their dtype, and so do the buffers of their modules, and all buffers of a model
-        with such parameters only. Returns (model, its dtype, number of tensors) for each model that was changed.
+        Where calls are cast, parameters that no optimizer holds keep their dtype (without an optimizer in the call: frozen ones).
+        So do the buffers of their modules, and all buffers of a model with such parameters only.
         """
-        widened = []
-        taken_over = set(map(id, self._dtypes))
+        held, lines, widened = held_by(optimizers), list[str](), set[torch.Tensor]()
+        keeps = plan.casts_calls and not (plan.lowers_all if optimizers else plan.casts_weights)
+        trains_in = "float32" if plan.master_weights else plan.cast_model_type
+        outcome = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
         for model in models:
             every = list(model.parameters())
-            params = [param for param in every if param.dtype in LOWER_PRECISION and not keeps(param)]
-            buffers: list[torch.Tensor] = []
-            for module in model.modules() if not every or not all(map(keeps, every)) else ():
-                if any(x is not None and x.dtype in LOWER_PRECISION and keeps(x) for x in module._parameters.values()):
-                    continue
-                names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
-                self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
-                buffers += names.values()
+            lower = [param for param in every if param.dtype in LOWER_PRECISION]
+            if lower and fsdp_modules(model):
+                origin = f"The sharded {type(model).__name__} came in {lower[0].dtype}"
+                lines.append(f"{origin}: its sharded parameters are float32 now, and stay so after close().")
+                # FSDP2 keeps its own record of their storage, which follows a change of dtype only through ``_apply`` and before
+                # the first forward.
+                with _joining_rests(lower, optimizers):
+                    model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
+                widened.update(lower)
+                continue
+            stay = {param for param in every if keeps and not (param in held if optimizers else param.requires_grad)}
+            params, buffers = [param for param in lower if param not in stay], list[torch.Tensor]()
+            for module in model.modules() if not every or len(stay) < len(every) else ():
+                if all(x not in stay or x.dtype not in LOWER_PRECISION for x in module._parameters.values()):
+                    names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
+                    self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
+                    buffers += names.values()
             if not params and not buffers:
                 continue
-            widened.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
+            dtype = [*params, *buffers][0].dtype
+            lines.append(
+                f"{len(params) + len(buffers)} tensors of the {type(model).__name__} came in {dtype}: {outcome}, until close() "
+                f"gives {dtype} back."
+            )
+            if any((state := x.state.get(param)) and "rest" not in state for x in optimizers for param in params):
+                logger.warning(
+                    "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
+                    "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
+                    type(model).__name__,
+                    dtype,
+                )
             refuse_shared_memory(models, set(params), plan)
             self.widen_params(params, optimizers)
+            widened.update(params)
             for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)
         flatten(self._buffers)
         for optimizer in optimizers:
-            for param, state in self._states(optimizer):
-                if id(param) in taken_over:
-                    continue
-                if all(tensor.dtype not in LOWER_PRECISION for tensor in tensors_in(state)):
-                    self._with_float32_state.add(optimizer)
-                state.update(cast_state(state, torch.float32))
-        return widened
+            for param, state in states_to_cast(optimizer):
+                if param in widened:
+                    if all(tensor.dtype not in LOWER_PRECISION for tensor in tensors_in(state)):
+                        self._with_float32_state.add(optimizer)
+                    state.update(cast_state(state, torch.float32))
+        for line in lines if plan.verbosity >= 1 else ():
+            logger.info(line)
 
-    def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any] = ()) -> None:
+    def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> None:
         """Make lower-precision parameters float32, in place, with their gradients. Rests that optimizers keep are joined in."""
         self._dtypes.update({param: param.dtype for param in params})
         with _joining_rests(params, optimizers):
@@ -92,40 +113,27 @@ class Incoming:
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
         """Give each tensor its original dtype: values are rounded, and an optimizer that keeps rests gets what rounding lost."""
-        rests = self._rests(optimizers)
+        rests: dict[torch.Tensor, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         for optimizer in optimizers:
-            if optimizer in self._with_float32_state or getattr(optimizer, "keeps_float32_state", False):
-                continue
-            for param, state in self._states(optimizer):
-                state.update(cast_state(state, self._dtypes[param]))
-        buffers = [
-            (buffer, dtypes[name])
-            for module, dtypes in self._buffers.items()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name in dtypes
-        ]
-        for tensor, dtype in (*self._dtypes.items(), *buffers):
-            _change_dtype(tensor, dtype)
-        for param, (rest, lower, optimizer) in rests.items():
+            for param in params_of(optimizer) if getattr(optimizer, "rests", False) is True else ():
+                if param in self._dtypes and param.dtype is torch.float32 and param not in rests:
+                    rests[param] = optimizer, *kernels.parted(param, self._dtypes[param])
+            if optimizer not in self._with_float32_state and not getattr(optimizer, "keeps_float32_state", False):
+                for param, state in states_to_cast(optimizer):
+                    if param in self._dtypes:
+                        state.update(cast_state(state, self._dtypes[param]))
+        for param, dtype in self._dtypes.items():
+            _change_dtype(param, dtype)
+        for module, dtypes in self._buffers.items():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in dtypes:
+                    _change_dtype(buffer, dtypes[name])
+        for param, (optimizer, lower, rest) in rests.items():
             param.data = lower
             optimizer.keep_rest(param, rest)
         flatten(self._buffers)
         self._dtypes.clear()
         self._buffers.clear()
-
-    def _rests(self, optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, Any]]:
-        """Split each float32 parameter whose optimizer keeps rests: (rest, weight, optimizer) by parameter."""
-        rests = {}
-        for optimizer in optimizers:
-            for param in params_of(optimizer) if getattr(optimizer, "rests", False) is True else ():
-                if param in self._dtypes and param.dtype is torch.float32 and param not in rests:
-                    lower, rest = kernels.parted(param, self._dtypes[param])
-                    rests[param] = rest, lower, optimizer
-        return rests
-
-    def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """Yield (parameter, its state) for parameters with a recorded dtype that have state in the optimizer."""
-        return ((param, state) for param, state in states_to_cast(optimizer) if param in self._dtypes)
 
 
 @contextmanager
@@ -138,64 +146,40 @@ def _joining_rests(params: Sequence[torch.Tensor], optimizers: Sequence[Any]) ->
         kernels.multi_tensor_join([lower], [rest], [param.detach()])
 
 
-def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
-    """Make sharded lower-precision parameters float32, with their state; returns the dtype that they had, or None.
-
-    The change is permanent: FSDP2 keeps its own record of their storage, which follows a change of dtype only through ``_apply``
-    and before the first forward.
-    """
-    lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
-    if not lower:
-        return None
-    with _joining_rests(list(lower), optimizers):
-        model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
-    for optimizer in optimizers:
-        for param, state in states_to_cast(optimizer):
-            if param in lower:
-                state.update(cast_state(state, torch.float32))
-    return next(iter(lower.values()))
-
-
 def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
     """Return the parameters of these optimizers."""
     return {param for optimizer in optimizers for param in params_of(optimizer)}
 
 
-def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan) -> None:
-    """Make lower-precision models float32, and log it."""
-    lines: list[str] = []
-    trains_in = "float32" if plan.master_weights else plan.cast_model_type
-    outcome = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
-    for model in models:
-        if fsdp_modules(model) and (dtype := widen_sharded(model, optimizers)) is not None:
-            origin = f"The sharded {type(model).__name__} came in {dtype}"
-            lines.append(f"{origin}: its sharded parameters are float32 now, and stay so after close().")
-    held = held_by(optimizers)
+def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[torch.Tensor], plan: Plan) -> None:
+    """Raise `ConfigurationError` where a parameter in ``leaving`` shares memory with another one, as in ``a.data = b.data.t()``.
 
-    def stays(param: torch.Tensor) -> bool:
-        """Whether calls cast the parameter and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
-        if optimizers:
-            return plan.casts_calls and not plan.lowers_all and param not in held
-        return plan.casts_calls and not plan.casts_weights and not param.requires_grad
-
-    rounded = {
-        param
-        for optimizer in optimizers
-        for param, state in optimizer.state.items()
-        if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
-    }
-    for model, dtype, count in incoming.widen(models, optimizers, stays, plan):
-        origin = f"{count} tensors of the {type(model).__name__} came in {dtype}"
-        lines.append(f"{origin}: {outcome}, until close() gives {dtype} back.")
-        if not rounded.isdisjoint(model.parameters()):
-            logger.warning(
-                "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
-                "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
-                type(model).__name__,
-                dtype,
+    A change of dtype allocates new memory, which ends the sharing, as torch's own ``model.half()`` does. Apex ended it without a
+    word; its scripts get a warning.
+    """
+    places: list[tuple[int, int, str, torch.Tensor]] = []
+    for number, model in enumerate(models):
+        for name, param in model.named_parameters():
+            if type(param) is nn.Parameter and torch._C._has_storage(param) and param.data_ptr():
+                steps = sum((size - 1) * step for size, step in zip(param.shape, param.stride()))
+                # Behind the last element; of a view with gaps, where other tensors may lie, behind the first.
+                length = param.nbytes if steps + 1 == param.numel() else param.element_size()
+                name = f"model {number}: {name}" if len(models) > 1 else name
+                places.append((param.data_ptr(), param.data_ptr() + length, name, param))
+    furthest: tuple[int, str, Any] = (0, "", None)  # where the memory seen so far ends
+    for begin, end, name, param in sorted(places, key=lambda place: place[0]):
+        until, name_there, other = furthest
+        if begin < until and param is not other and (param in leaving or other in leaving):
+            message = (
+                f"'{name_there}' and '{name}' are two parameters over the same memory, and would come apart where "
+                f"{plan.opt_level} changes their dtype. Let both places use one parameter, as in F.linear(x, "
+                "encoder.weight.t()); or use O1, O4 or O5 with a model in float32, which leave weights where they are."
             )
-    for line in lines if plan.verbosity >= 1 else ():
-        logger.info(line)
+            if plan.policy.base != "apex":
+                raise ConfigurationError(message)
+            logger.warning(message)
+        if end > until:
+            furthest = end, name, param
 
 
 def flatten(modules: Iterable[nn.Module]) -> None:

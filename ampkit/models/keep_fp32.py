@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.parametrize import ParametrizationList
 
 from .incoming import held_by
 
@@ -24,11 +23,6 @@ Plan = Any  # plan.py's, which stands above this room
 
 #: The reason why a parameter keeps its dtype.
 NOT_TRAINED = "no optimizer trains it"
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether the module is of a norm class of torch.nn, or of a subclass."""
-    return isinstance(module, _NORM_TYPES)
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
@@ -43,22 +37,26 @@ class Kept:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Any] = ()) -> None:
+        self.model, self.lowers, self.lowers_all = model, plan.casts_weights, plan.lowers_all
         self.trained: set[torch.Tensor] | None = None
-        if plan.stores_what_is_trained and optimizers:
+        if self.lowers and not self.lowers_all and optimizers:
             self.trained = {param for param in held_by(optimizers) if param.requires_grad}
-        keeps_norms = plan.keep_batchnorm_fp32 is not False
-        self.modules = {m: name for name, m in model.named_modules() if keeps_norms and is_norm(m)}
+        norms = _NORM_TYPES if plan.keep_batchnorm_fp32 is not False else ()
+        self.modules = {m: name for name, m in model.named_modules() if isinstance(m, norms)}
+        self._of_norms = {param for module in self.modules for param in module.parameters()}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
-        self.model = model
-        self.lowers, self.lowers_all = plan.casts_weights, plan.lowers_all
-        self.unmatched = [item for item in plan.keep_fp32 if not self._keep(item)]
+        self.unmatched: list[Any] = []
+        for item in plan.keep_fp32:
+            modules, parameters = self._matching(item)
+            self.named.update(modules)
+            self.parameters.update(parameters)
+            if not modules and not parameters:
+                self.unmatched.append(item)
         # torch's attention never calls its ``out_proj``: who names that names the attention.
-        attentions = [
-            (module, name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
-        ]
-        self.named.update((module, name) for module, name in attentions if module.out_proj in self.named)
-        self._of_norms = {param for module in self.modules for param in module.parameters()}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
+                self.named[module] = name
         self.modules.update(self.named)
         self.parameters.update(param for module in self.modules for param in module.parameters())
 
@@ -70,45 +68,39 @@ class Kept:
             return "as it is"
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
-        if self.lowers_all or is_norm(module) or _is_matrix(param):
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            return "its class writes state_dict()"
+        if self.lowers_all or isinstance(module, _NORM_TYPES) or _is_matrix(param):
             return None
         beside = [x for x in module._parameters.values() if x is not None]
         return None if isinstance(module, _LAYERS) and any(map(_is_matrix, beside)) else "a vector"
 
     def in_float32(self) -> list[nn.Module]:
-        """Return the modules that ``keep_fp32=`` names and all inside them that have a forward: each may be called by itself."""
+        """Return the modules that ``keep_fp32=`` names and all inside them that have a forward: each may be called by itself.
+
+        Calls reach no forward of a ModuleList, a ScriptModule or a module of torch.compile.
+        """
         modules: dict[nn.Module, None] = {}
-        for root in self.named:
-            computed = {m for x in root.modules() if isinstance(x, ParametrizationList) for m in x.modules()}
-            inside = [module for module in root.modules() if module is root or module not in computed]
-            modules.update(dict.fromkeys(filter(_has_forward, inside)))
+        for module in [module for root in self.named for module in root.modules()]:
+            has_own = type(module).forward is not nn.Module.forward and "_orig_mod" not in module._modules
+            if has_own and not isinstance(module, torch.jit.ScriptModule):
+                modules[module] = None
         return list(modules)
 
-    def _keep(self, item: Any) -> bool:
-        if isinstance(item, str):
-            modules, parameters = self._matching(item)
-        else:
-            matches = (lambda m: isinstance(m, item)) if isinstance(item, type) else (lambda m: m is item)
-            modules = {m: name for name, m in self.model.named_modules() if matches(m)}
-            parameters = set()
-        self.named.update(modules)
-        self.parameters.update(parameters)
-        return bool(modules or parameters)
-
-    def _matching(self, pattern: str) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
-        """Return modules and parameters whose names match. ``"head.weight"``, a parameter of a layer, matches the layer."""
-        model = self.model
-        modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
-        every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, pattern)}
-        for name, module in model.named_modules():
+    def _matching(self, item: Any) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
+        """Return the modules and parameters that an item names. ``"head.weight"``, a parameter of a layer, names the layer."""
+        named = list(self.model.named_modules())
+        if isinstance(item, type):
+            return {module: name for name, module in named if isinstance(module, item)}, set()
+        if not isinstance(item, str):
+            return {module: name for name, module in named if module is item}, set()
+        every = (
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        )
+        modules = {module: name for name, module in named if name and fnmatch.fnmatchcase(name, item)}
+        parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, item)}
+        for name, module in named:
             if modules.keys() >= set(module.children()) and not parameters.isdisjoint(module.parameters(recurse=False)):
                 modules[module] = name
         return modules, parameters
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether calls reach the module's own forward: not of a ModuleList, a ScriptModule or a module of torch.compile."""
-    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
-        return False
-    return type(module).forward is not nn.Module.forward

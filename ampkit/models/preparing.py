@@ -22,12 +22,10 @@ from ..logs import logger, printable
 from ..patching import Undo, run_all
 from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
 from . import forward
-from .float32_values import Float32Value, Loans, put_gradient
+from .float32_values import Float32Value, Loans, members, put_gradient
 from .forward import ForwardCasts
-from .incoming import flatten
+from .incoming import flatten, refuse_shared_memory
 from .keep_fp32 import NOT_TRAINED, Kept
-from .records import members
-from .shared_memory import refuse_shared_memory
 
 Plan = Any  # plan.py's, which stands above this room
 # The values and gradients from before the casts, until all is prepared: a failure is then undone exactly.
@@ -38,81 +36,71 @@ def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan:
     """Prepare the models as the plan says. Until the returned originals are cleared, the undo is exact."""
     loans, originals = Loans(), Originals()
     kept = [Kept(model, plan, optimizers) for model in models]
-    chosen: dict[torch.Tensor, str] = {}
     for model in models:
         undo.if_alive(forward.uninstall, model)
     if plan.stores_weights:
         undo.callback(restore_weights, loans, originals)
-    for choice in kept if plan.stores_weights else ():
-        if not fsdp_modules(choice.model):  # FSDP2 casts what it gathers
-            chosen |= _to_cast(choice, loans)
-    refuse_shared_memory(models, chosen, plan)
-    _warn_of_losses(chosen, plan)
-    for param in chosen:
-        originals[param] = (param.data, param.grad)
-        stored[param] = _cast(param, plan, loans)
-    flatten(module for model in models if plan.stores_weights for module in model.modules())
-    _log_kept(kept, plan)
+        _store_weights(models, kept, plan, loans, originals)
+    found = [choice.modules if plan.casts_weights else choice.named for choice in kept]
+    names = [printable(name) for modules in found for name in modules.values()]
+    if names and plan.verbosity >= 1:
+        first = ", ".join([name or "the model" for name in names[:3]] + ["..."] * (len(names) > 3))
+        logger.info("Kept in float32: %d module%s (%s)", len(names), "s" * (len(names) > 1), first)
+        logger.debug("Kept in float32: %s", ", ".join(names))
     _wrap_forwards(models, kept, plan, undo)
     return originals
 
 
-def _to_cast(choice: Kept, loans: Loans) -> dict[torch.Tensor, str]:
-    """Return the parameters to cast, with their names. Tied weights share one value, also between models."""
-    chosen: dict[torch.Tensor, str] = {}
-    for prefix, module in choice.model.named_modules():
-        # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
-        if isinstance(module, torch.jit.ScriptModule) or module in members:
-            continue
-        members[module] = loans
-        for name, param in module._parameters.items():
-            if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
+def _store_weights(
+    models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, loans: Loans, originals: Originals
+) -> None:
+    """Cast the chosen parameters in place. With master weights a rest keeps the float32 value, and the gradient stays float32."""
+    chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
+    for choice in [choice for choice in kept if not fsdp_modules(choice.model)]:  # FSDP2 casts what it gathers
+        for prefix, module in choice.model.named_modules():
+            # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
+            if isinstance(module, torch.jit.ScriptModule) or module in members:
                 continue
-            why = choice.why_kept(module, param)
-            if why is NOT_TRAINED:
-                stored[param] = None
-            elif param not in stored and (why is None or param.dtype is not torch.float32):
-                chosen[param] = f"{prefix}.{name}" if prefix else name
-    return chosen
-
-
-def _warn_of_losses(chosen: dict[torch.Tensor, str], plan: Plan) -> None:
-    """Warn of values beyond float16's range, and of weights that leave shared memory."""
+            members[module] = loans
+            for name, param in module._parameters.items():
+                if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
+                    continue
+                why = choice.why_kept(module, param)
+                if why is NOT_TRAINED:
+                    stored[param] = None
+                elif param not in stored and (why is None or param.dtype is not torch.float32):
+                    chosen[param] = f"{prefix}.{name}" if prefix else name
+    refuse_shared_memory(models, chosen, plan)
     if any(param.is_cpu and param.is_shared() for param in chosen):
         logger.warning(
             "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
             "O5, which leaves weights where they are.",
             plan.opt_level,
         )
-    too_large = [
-        name for param, name in chosen.items() if plan.cast_model_type is torch.float16 and _is_too_large(param)
-    ]
-    if too_large:
+    values = [] if plan.cast_model_type is not torch.float16 else [param for param in chosen if not param.is_meta]
+    largest = torch.finfo(torch.float16).max
+    if too_large := [param for param in values if bool((param.isfinite() & (param.abs() > largest)).any())]:
         logger.warning(
             "%s holds values above 65504, the largest that float16 has (%d tensors do): they are that now. Use bfloat16 (O5), or "
             "keep_fp32= for the module.",
-            printable(too_large[0]),
+            printable(chosen[too_large[0]]),
             len(too_large),
         )
-
-
-def _is_too_large(param: torch.Tensor) -> bool:
-    return not param.is_meta and bool((param.isfinite() & (param.abs() > torch.finfo(torch.float16).max)).any())
-
-
-def _cast(tensor: torch.Tensor, plan: Plan, loans: Loans) -> Float32Value:
-    """Cast a tensor in place. With master weights a rest keeps its float32 value, and its gradient stays float32."""
-    master, gradient = Float32Value(loans, plan.cast_model_type if plan.casts_weights else tensor.dtype), tensor.grad
-    if plan.master_weights:
-        lower, master.rest = kernels.parted(tensor.detach().float(), master.dtype)
-    else:
-        lower = tensor.detach().to(master.dtype)
-        gradient = None if gradient is None else gradient.to(master.dtype)
-    # All memory is allocated: nothing below fails.
-    tensor.grad, tensor.data = None, lower
-    put_gradient(tensor, gradient)
-    keep_hooks_in_dtype(tensor)
-    return master
+    for param in chosen:
+        gradient = param.grad
+        originals[param] = (param.data, gradient)
+        master = Float32Value(loans, plan.cast_model_type if plan.casts_weights else param.dtype)
+        if plan.master_weights:
+            lower, master.rest = kernels.parted(param.detach().float(), master.dtype)
+        else:
+            lower = param.detach().to(master.dtype)
+            gradient = None if gradient is None else gradient.to(master.dtype)
+        # All memory is allocated: nothing below fails.
+        param.grad, param.data = None, lower
+        put_gradient(param, gradient)
+        keep_hooks_in_dtype(param)
+        stored[param] = master
+    flatten(module for model in models for module in model.modules())
 
 
 def restore_weights(loans: Loans, originals: Originals) -> None:
@@ -139,17 +127,8 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
 
     restored = ((restore, *pair) for pair in masters.items())
     run_all(
-        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.forget,)]
+        [(loans.end, None, False), *restored, *((forget, part) for part in parts), (flatten, parts), (loans.clear,)]
     )
-
-
-def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
-    found = [choice.modules if plan.casts_weights else choice.named for choice in kept]
-    names = [printable(name) for modules in found for name in modules.values()]
-    if names and plan.verbosity >= 1:
-        first = ", ".join([name or "the model" for name in names[:3]] + ["..."] * (len(names) > 3))
-        logger.info("Kept in float32: %d module%s (%s)", len(names), "s" * (len(names) > 1), first)
-        logger.debug("Kept in float32: %s", ", ".join(names))
 
 
 def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, undo: Undo) -> None:
@@ -167,9 +146,14 @@ def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan
             undo.if_alive(forward.uninstall, module)
             forward.install(module, forward.KEPT, undo)
     for model in models:
-        if plan.casts_calls:
-            _keep_no_casts_of_gathered(model, undo)
-        _lay_gradients_as_parameters(model, undo)
+        for module in fsdp_modules(model) if plan.casts_calls else ():
+            undo.callback(module.register_forward_pre_hook(_forget_casts).remove)
+            undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
+        by_fsdp = {id(shard.param) for shard in gathered(model)}  # which redistributes gradients by itself
+        param: Any
+        for param in model.parameters():
+            if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
+                undo.callback(param.register_hook(functools.partial(_laid_out, param.placements)).remove)
         if plan.has_narrow_results and not plan.casts_weights:
             forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
@@ -178,42 +162,19 @@ def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan
             forward.install(model, own, undo)
 
 
-# On several processes. At O2, O3 and O5 sharded parameters stay float32, and FSDP2 casts them while it gathers them, by the policy
-# that `ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
-
-
-def _keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
-    """Drop the casts of weights that FSDP2 gathers for a module, before and after its forward, until ``undo``.
-
-    A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
-    """
-    for module in fsdp_modules(model):
-        undo.callback(module.register_forward_pre_hook(_forget_casts).remove)
-        undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
-
-
-def _lay_gradients_as_parameters(model: nn.Module, undo: Undo) -> None:
-    """Redistribute gradients of tensor parallelism to the placements of their parameters, until ``undo``.
-
-    With ``SequenceParallel`` each process sees some of the tokens, and all have the whole weight of a norm: each gets a part of a
-    sum, and judging or unscaling part of a sum tells nothing. A layer whose weight is sharded may get a whole gradient, and kernels
-    update the part of a weight that lies here. torch's optimizers redistribute both in their step.
-    """
-    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which does so by itself
-    param: Any  # a DTensor
-    for param in model.parameters():
-        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
-            undo.callback(param.register_hook(functools.partial(_laid_out, param.placements)).remove)
+def _forget_casts(module: nn.Module, *_: Any) -> None:
+    """Drop the casts of weights that FSDP2 gathers: each is the same tensor at the same version after every gathering."""
+    if (casting := active_casting()) is not None:
+        for param in unsharded_params(module):
+            casting.caches.forget(param)
 
 
 def _laid_out(placements: Any, gradient: Any) -> Any:
+    """Redistribute a gradient of tensor parallelism to the placements of its parameter, as torch's optimizers do in their step.
+
+    With ``SequenceParallel`` each process gets a part of the sum for a norm's weight; judging or unscaling part of a sum tells
+    nothing. A sharded weight may get a whole gradient, and kernels update the part of a weight that lies here.
+    """
     if not is_sharded(gradient) or gradient.placements == placements:
         return gradient
     return gradient.redistribute(placements=placements)
-
-
-def _forget_casts(module: nn.Module, *_: Any) -> None:
-    casting = active_casting()
-    if casting is not None:
-        for param in unsharded_params(module):
-            casting.caches.forget(param)

@@ -1,14 +1,15 @@
-"""Patches of torch where it reads or writes weights of an initialized model itself: export, averages, torch.distributed.
+"""Patches of torch where it reads or writes weights of an initialized model itself: to save, copy, average or send them.
 
-Ranks must be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
-rest, on the sending rank too. Where DistributedDataParallel sends the weights of one process to all, when it is made and at the
-end of ``join()``, it sends the rests too.
+A weight that is stored in lower precision is saved, copied and pickled in float32, whatever holds it. Ranks have equal rests:
+ampkit/NOTES.md says how.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import multiprocessing.context
+import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +17,17 @@ from typing import Any
 import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import swa_utils
 
 from ..casting.state import stored
+from ..casting.tensors import tensors_in
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
-from .copies import copy_parameter, pickle_for_process, pickle_parameter
-from .float32_values import stored_weights
-from .records import load, save, save_past_torch
+from .float32_values import members, own_stored_weights, stored_weights, value_of
 
 #: Methods of a process group that write to their first argument, which may be a list of lists. The functions of
 #: torch.distributed are not patched: scripts import those by name, and torch.compile knows them by identity.
@@ -45,22 +46,83 @@ def _patch(patches: PatchSet) -> None:
     for owner, name, around in (
         (swa_utils.AveragedModel, "update_parameters", _average),
         (torch, "_foreach_lerp_", _lerp_to_float32_values),
-        (nn.Module, "_save_to_state_dict", save),
-        (nn.Module, "state_dict", save_past_torch),
-        (nn.Module, "_load_from_state_dict", load),
-        (nn.Parameter, "__deepcopy__", copy_parameter),
-        (nn.Parameter, "__reduce_ex__", pickle_parameter),
+        (nn.Module, "_save_to_state_dict", _save),
+        (nn.Module, "_load_from_state_dict", _load),
+        (nn.Parameter, "__deepcopy__", _copy_parameter),
+        (nn.Parameter, "__reduce_ex__", _pickle_parameter),
         (ParametrizationList, "__init__", _parametrize),
         (ddp, "_sync_module_states", _send_rests),
         *((getattr(torch.distributed, "ProcessGroup", None), name, _run_collective) for name in _WRITING),
     ):
         if hasattr(owner, name):
             patches.put_around(owner, name, around)
-    patches.set(ForkingPickler._extra_reducers, nn.Parameter, pickle_for_process)
+    patches.set(ForkingPickler._extra_reducers, nn.Parameter, _pickle_for_process)
 
 
 #: The patches of sessions that store weights in lower precision.
 around_stored_weights = SharedPatches(_patch)
+
+
+def _save(original: Callable, self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
+    """Put copies of the float32 values into ``state_dict()``, one for tied weights; parameters if ``keep_vars``."""
+    original(self, destination, prefix, keep_vars)
+    for name, lower, master in own_stored_weights(self):
+        key, saved = prefix + name, master.saved[1]()
+        if saved is None or destination.get(master.saved[0]) is not saved:
+            value = master.current(lower)
+            saved = nn.Parameter(value, requires_grad=lower.requires_grad) if keep_vars else value
+            master.saved = key, weakref.ref(saved)
+        destination[key] = saved
+
+
+def _load(original: Callable, self: nn.Module, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
+    """Load a ``state_dict()`` into weights and rests.
+
+    Values in lower precision are left to torch: a write like any other, after which a script may restore the old values.
+    """
+    if metadata.get("assign_to_params_buffers") and self in members:
+        raise ConfigurationError(
+            "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
+            "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
+            "initialize()."
+        )
+    masters = list(own_stored_weights(self))
+    for _, _, master in masters:
+        master.loans.end(master)  # what was written to a loan before is older
+    original(self, state_dict, prefix, metadata, *args)
+    for name, tensor, master in masters:
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
+            if loaded.dtype is not tensor.dtype:
+                master.put(tensor, loaded)
+
+
+def _float32_copy(param: nn.Parameter) -> nn.Parameter | None:
+    """Return the float32 parameter to copy or pickle for a weight that is stored in lower precision, None for any other."""
+    if (master := value_of(param)) is None:
+        return None
+    return nn.Parameter(master.current(param), param.requires_grad)
+
+
+def _copy_parameter(original: Callable, self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    if id(self) not in memo and (plain := _float32_copy(self)) is not None:
+        memo[id(self)] = plain
+    return original(self, memo)
+
+
+def _pickle_parameter(original: Callable, self: nn.Parameter, protocol: int) -> Any:
+    if (plain := _float32_copy(self)) is None:
+        return original(self, protocol)
+    plain.__dict__.update(self.__dict__)  # torch pickles attributes, and does not copy them
+    return original(plain, protocol)
+
+
+def _pickle_for_process(param: nn.Parameter) -> Any:
+    """Pickle a parameter for another process. While a child is spawned, its shared memory is kept alive until the child has it."""
+    plain, popen = _float32_copy(param), multiprocessing.context.get_spawning_popen()
+    if plain is not None and popen is not None:
+        vars(popen).setdefault("_ampkit_shared", []).append(plain)
+    return reduce_tensor(param if plain is None else plain)
 
 
 def _parametrize(original: Callable, self: Any, modules: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -76,16 +138,11 @@ def _parametrize(original: Callable, self: Any, modules: Any, weight: torch.Tens
 
 
 def _run_collective(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective, and clear the rests of the weights in the memory of its first argument."""
     work = original(self, *args, **kwargs)
-    _clear_rests(args[0] if args else next(iter(kwargs.values()), None))
-    return work
-
-
-def _clear_rests(written: Any) -> None:
-    if isinstance(written, (list, tuple)):
-        for part in written:
-            _clear_rests(part)
-    elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
+    for written in tensors_in(*[*args, *kwargs.values()][:1]):
+        if not torch._C._has_storage(written):  # a sparse one
+            continue
         if not weights_by_address:
             addresses: dict[int, list[Reference]] = {}
             for weight, master in stored.items():
@@ -99,6 +156,7 @@ def _clear_rests(written: Any) -> None:
             begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps
             if begin < written.data_ptr() + written.nbytes and written.data_ptr() < end:
                 stored[weight].clear_rest()
+    return work
 
 
 def _send_rests(original: Callable, *args: Any, **kwargs: Any) -> None:
@@ -117,13 +175,10 @@ def _send_rests(original: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def _average(original: Callable, self: Any, model: nn.Module) -> None:
-    def parameters() -> Iterator[torch.Tensor]:
-        for param in model.parameters():
-            master = stored.get(param)
-            yield param if master is None else master.current(param)
-
+    pairs = [(param, stored.get(param)) for param in model.parameters()]
+    values = [param if master is None else master.current(param) for param, master in pairs]
     # The two methods of a model that an average calls.
-    original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
+    original(self, SimpleNamespace(parameters=lambda: iter(values), buffers=model.buffers))
 
 
 def _lerp_to_float32_values(original: Callable, self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:

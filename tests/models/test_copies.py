@@ -219,7 +219,7 @@ def test_copy_inside_something_else_is_a_copy_too(level):
 @pytest.mark.parametrize(
     "copied, level, order",
     [
-        *((*row, "model first") for row in ONE_WAY),
+        *((*row, "model first") for row in ONE_WAY if "O3" not in row),
         ("pickle", "O2", "optimizer first"),
         ("torch.save", "O1", "model first"),
     ],

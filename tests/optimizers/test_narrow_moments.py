@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.kernels import moments
-from ampkit.models.incoming import widen_sharded
+from ampkit.models import incoming
 from ampkit.optimizers import FusedAdam, FusedSGD
+from ampkit.plan import Plan
 
 BF16 = torch.bfloat16
 ADAM = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
@@ -269,11 +270,12 @@ def test_stochastic_rounding_takes_steps_that_nearest_loses(level):
         assert abs(param.double().mean().item() - expected) <= (bound if rounding == "stochastic" else 0.0)
 
 
-def test_narrow_moments_stay_narrow_where_sharded_parameters_become_float32():
+def test_narrow_moments_stay_narrow_where_sharded_parameters_become_float32(monkeypatch):
     model = nn.Linear(8, 8).to(BF16)
     optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="bfloat16")
     model(torch.ones(1, 8, dtype=BF16)).sum().backward()
     optimizer.step()
-    assert widen_sharded(model, [optimizer]) is BF16
+    monkeypatch.setattr(incoming, "fsdp_modules", lambda model: [model])
+    incoming.Incoming().widen([model], [optimizer], Plan(verbosity=0))
     assert model.weight.dtype is torch.float32
     assert optimizer.state[model.weight]["exp_avg_sq"].dtype is BF16
