@@ -80,24 +80,18 @@ class Kept:
 
         Calls reach no forward of a ModuleList, a ScriptModule or a module of torch.compile.
         """
-        modules: dict[nn.Module, None] = {}
-        for module in [module for root in self.named for module in root.modules()]:
-            has_own = type(module).forward is not nn.Module.forward and "_orig_mod" not in module._modules
-            if has_own and not isinstance(module, torch.jit.ScriptModule):
-                modules[module] = None
-        return list(modules)
+        every = dict.fromkeys(module for root in self.named for module in root.modules())
+        own = [m for m in every if type(m).forward is not nn.Module.forward and "_orig_mod" not in m._modules]
+        return [module for module in own if not isinstance(module, torch.jit.ScriptModule)]
 
     def _matching(self, item: Any) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
         """Return the modules and parameters that an item names. ``"head.weight"``, a parameter of a layer, names the layer."""
-        named = list(self.model.named_modules())
+        model, named = self.model, list(self.model.named_modules())
         if isinstance(item, type):
             return {module: name for name, module in named if isinstance(module, item)}, set()
         if not isinstance(item, str):
             return {module: name for name, module in named if module is item}, set()
-        every = (
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        )
+        every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         modules = {module: name for name, module in named if name and fnmatch.fnmatchcase(name, item)}
         parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, item)}
         for name, module in named:
