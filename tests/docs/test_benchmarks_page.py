@@ -29,7 +29,9 @@ def test_the_readme_and_the_questions_have_the_spans_of_the_page(results):
     assert f"A step at O5 takes {make.span(results, 'O5', 'O5, fused')} times as long as torch.autocast's" in readme
     cells = {make.title(cell): cell for cell in results["cells"]}
     faster = {name: f"{make.speed_up(cells[name], 'O5'):.2f}" for name in ("GPT", "ResNet-18")}
-    assert f"GPT trains {faster['GPT']} times as fast as in float32 at O5, ResNet-18 {faster['ResNet-18']} times" in readme
+    assert (
+        f"GPT trains {faster['GPT']} times as fast as in float32 at O5, ResNet-18 {faster['ResNet-18']} times" in readme
+    )
     at_o5, at_o1 = (make.span(results, level, f"{level}, fused") for level in ("O5", "O1"))
     questions = (DOCS / "faq.md").read_text()
     assert f"O5 takes {at_o5} times as long as torch.autocast, O1 {at_o1} times" in questions
