@@ -243,7 +243,7 @@ class Block:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
                     wrapper.gradients.keep_scaled(scale)
-                    wrapper.findings.scaler = self.scaler
+                    wrapper.delayed_with = self.scaler
                 else:
                     wrapper.gradients.put_back(BackwardPass(scale))
             if scaling.outside.holder is self:
@@ -279,8 +279,7 @@ def collect(
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
     finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
-    if outside.slots:
-        outside.collect(backward, finding)
+    outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
     for wrapper in unnamed:
@@ -367,7 +366,7 @@ class LossScaling:
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
-        scaler = wrapper.findings.scaler or self.scalers[0]
+        scaler = wrapper.delayed_with or self.scalers[0]
         collect(BackwardPass(wrapper.gradients.scale), [wrapper], [], self.outside, scaler)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:

@@ -194,7 +194,7 @@ class Gradients:
             else:
                 slot.param.grad = gradient + (stash * moved_to(scale, stash.device)).to(gradient.dtype)
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
-        self.state, self.scale, self.holder = State.WAITING, scale, None
+        self.state, self.scale, self.holder = State.WAITING if self.slots else State.READY, scale, None
 
     def collect(self, backward: BackwardPass, finding: FoundInf | None) -> None:
         """Unscale and check fresh gradients after a backward pass, and add them to earlier ones."""

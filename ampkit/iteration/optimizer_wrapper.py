@@ -64,6 +64,7 @@ class OptimizerWrapper:
         self.one_pass = OnePassStep(self.gradients)
         self._params: list[Tensor] = []  # of the groups, when `follow_groups` last read them
         self.has_lent = False  # whether a script may hold loans of `master_params`
+        self.delayed_with: Any = None  # the scaler of gradients that wait at its scale
         try:
             self._know_params(params_of(optimizer))
             self.stand_ins = StandIns(optimizer, self.gradients)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit.libraries import cuda_is_emulated
+from ampkit.registry import current_session
 
 X = torch.tensor([[1.0, 0.5, -1.0, 2.0], [0.5, -0.25, 1.0, 1.0]])
 
@@ -459,6 +460,17 @@ def micro_batches_that_reach_another_session(amp):
     return grads(g, d) + weights(g, d)
 
 
+@script
+def delta_of_before_beside_micro_batches_without_it(amp):
+    (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
+    for ends in (of_a.step, of_a.zero_grad, lambda: amp.backward(loss_of(a(X)), of_a)):
+        amp.backward(loss_of(a(X + delta)), of_a)
+        amp.backward(loss_of(a(X)), of_a, delay_unscale=True)
+        ends()
+    amp.backward(loss_of(a(X + delta)), of_a)
+    return [copied(delta.grad), *grads(a)]
+
+
 def loss_weight_that_waits_while_another_sessions_block_adds_to_it(amp):
     (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
     amp.backward((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True)
@@ -812,6 +824,17 @@ def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_bac
     backward(loss_of(b(a(X).float())), of_a)
     loss_of(twins[1](twins[0](X))).backward()
     assert_same(grads(a, b), grads(*twins[:2]))
+
+
+def test_a_skip_at_loss_scale_1_counts_there_after_a_delayed_block_of_another_session_came_by():
+    (a, of_a), (b, of_b) = session(WithAmpkit("O2", "dynamic"), 1), session(WithAmpkit("O2", 1.0), 2)
+    WithAmpkit("O2", "dynamic").backward(loss_of(b(a(X))), of_a, delay_unscale=True)
+    of_b.step()
+    of_b.zero_grad()
+    (loss_of(b(X)) * torch.inf).backward()
+    of_b.step()
+    assert ampkit.step_was_skipped(of_b)
+    assert current_session().scaling.scalers[0].synchronize().skips == 1
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
