@@ -256,7 +256,7 @@ class Session:
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if sessions := _sessions_of(casting):
+        if (sessions := _sessions_of(casting)) and not casting.closed:  # as it is in a forked child
             if not any(session.plan.patch_torch_functions for session in sessions):
                 casting.end_scope_of_process()
             self._restart_device_types()
