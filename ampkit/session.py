@@ -208,7 +208,9 @@ class Session:
                 "step would lose small updates. Give one initialize() call all models that it trains, or use O5 for both."
             )
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
-            self.incoming.widen_params(lower, self.optimizers)
+            late, parts = set(lower), (part for model in self._records for part in model.modules())
+            beside = self.incoming.lower_buffers(m for m in parts if not late.isdisjoint(m._parameters.values()))
+            self.incoming.widen_tensors(lower, beside, self.optimizers)
             for model in self._records:
                 self._records[model] = parameters_now(model)
         if self.plan.has_narrow_gradients:
