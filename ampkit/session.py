@@ -208,7 +208,9 @@ class Session:
                 "step would lose small updates. Give one initialize() call all models that it trains, or use O5 for both."
             )
         if lower and self.plan.lower_precision_weights == "float32" and not self.plan.lowers_all:
-            self.incoming.widen_params(lower, self.optimizers)
+            late, parts = set(lower), (part for model in self._records for part in model.modules())
+            beside = self.incoming.lower_buffers(m for m in parts if not late.isdisjoint(m._parameters.values()))
+            self.incoming.widen_tensors(lower, beside, self.optimizers)
             for model in self._records:
                 self._records[model] = parameters_now(model)
         if self.plan.has_narrow_gradients:
@@ -256,7 +258,7 @@ class Session:
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if sessions := _sessions_of(casting):
+        if (sessions := _sessions_of(casting)) and not casting.closed:  # as it is in a forked child
             if not any(session.plan.patch_torch_functions for session in sessions):
                 casting.end_scope_of_process()
             self._restart_device_types()

@@ -42,6 +42,9 @@ _registered: dict[tuple[int, str], CastRule] = {}
 # The last engine that was closed. Its wrappers stay in place until all threads are switched off.
 _leaving: Casting | None = None
 
+# The engine of a forked child's parent, whose wrappers stay in place until another is installed.
+_forked: Casting | None = None
+
 
 class Casting(CastingState):
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
@@ -83,6 +86,8 @@ class Casting(CastingState):
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
         _restore_torch()
+        if _forked is not None:
+            _forked._restore()
         remind_dynamo()
         collects = gc.isenabled()
         gc.disable()  # a collection, where large libraries are loaded, takes ten times as long as all of this
@@ -352,10 +357,10 @@ def _stored(owner: Any, name: str) -> Any:
 
 
 def _after_fork_in_child() -> None:
-    global _active
-    forked, _active = _active, None
-    if forked is not None:
-        forked._stay_off()
+    global _active, _forked
+    if _active is not None:
+        _forked, _active = _active, None
+        _forked._stay_off()
 
 
 if hasattr(os, "register_at_fork"):

@@ -69,12 +69,10 @@ class Incoming:
                 widened.update(lower)
                 continue
             stay = {param for param in every if keeps and not (param in held if optimizers else param.requires_grad)}
-            params, buffers = [param for param in lower if param not in stay], list[torch.Tensor]()
-            for module in model.modules() if not every or len(stay) < len(every) else ():
-                if all(x not in stay or x.dtype not in LOWER_PRECISION for x in module._parameters.values()):
-                    names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
-                    self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
-                    buffers += names.values()
+            params = [param for param in lower if param not in stay]
+            stays = stay.intersection(lower)
+            modules = model.modules() if not every or len(stay) < len(every) else ()
+            buffers = self.lower_buffers(module for module in modules if stays.isdisjoint(module._parameters.values()))
             if not params and not buffers:
                 continue
             dtype = [*params, *buffers][0].dtype
@@ -90,10 +88,8 @@ class Incoming:
                     dtype,
                 )
             refuse_shared_memory(models, set(params), plan)
-            self.widen_params(params, optimizers)
+            self.widen_tensors(params, buffers, optimizers)
             widened.update(params)
-            for tensor in dict.fromkeys(buffers):
-                _change_dtype(tensor, torch.float32)
         flatten(self._buffers)
         for optimizer in optimizers:
             for param, state in states_to_cast(optimizer):
@@ -104,12 +100,23 @@ class Incoming:
         for line in lines if plan.verbosity >= 1 else ():
             logger.info(line)
 
-    def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> None:
-        """Make lower-precision parameters float32, in place, with their gradients. Rests that optimizers keep are joined in."""
+    def lower_buffers(self, modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+        """Return the lower-precision buffers of these modules, for `widen_tensors`, and record their dtypes."""
+        buffers: dict[torch.Tensor, None] = {}
+        for module in modules:
+            names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
+            self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
+            buffers.update(dict.fromkeys(names.values()))
+        return list(buffers)
+
+    def widen_tensors(
+        self, params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], optimizers: Sequence[Any]
+    ) -> None:
+        """Make lower-precision tensors float32, in place, with their gradients. Rests that optimizers keep are joined in."""
         self._dtypes.update({param: param.dtype for param in params})
         with _joining_rests(params, optimizers):
-            for param in params:
-                _change_dtype(param, torch.float32)
+            for tensor in (*params, *buffers):
+                _change_dtype(tensor, torch.float32)
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
         """Give each tensor its original dtype: values are rounded, and an optimizer that keeps rests gets what rounding lost."""

@@ -59,6 +59,8 @@ class Kept:
                 self.named[module] = name
         self.modules.update(self.named)
         self.parameters.update(param for module in self.modules for param in module.parameters())
+        own = [m for m in model.modules() if type(m)._save_to_state_dict is not nn.Module._save_to_state_dict]
+        self._saved_by_classes = {param for module in own for param in module.parameters(recurse=False)}
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
         """Return why a parameter of the module stays as it is; None if it is stored in lower precision."""
@@ -68,7 +70,7 @@ class Kept:
             return "as it is"
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
-        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        if param in self._saved_by_classes:
             return "its class writes state_dict()"
         if self.lowers_all or isinstance(module, _NORM_TYPES) or _is_matrix(param):
             return None

@@ -180,11 +180,14 @@ class SavedByItself(nn.Linear):
         destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
 
 
-def test_a_layer_that_writes_what_it_saves_by_itself_stays_and_is_saved_in_float32():
-    model = nn.Sequential(SavedByItself(4, 6, bias=False), nn.Linear(6, 2))
+@pytest.mark.parametrize("is_tied", (False, True), ids=("alone", "tied"))
+def test_a_layer_that_writes_what_it_saves_by_itself_stays_and_is_saved_in_float32(is_tied):
+    model = nn.Sequential(SavedByItself(4, 4, bias=False), nn.Linear(4, 4))
+    if is_tied:
+        model[1].weight = model[0].weight
     expected = model[0].weight.detach().clone()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.bfloat16]
+    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32 if is_tied else torch.bfloat16]
     for saved in (model.state_dict()["0.weight"], model[0].state_dict(prefix="0.")["0.weight"]):
         assert saved.dtype is torch.float32 and torch.equal(saved, expected)
 

@@ -374,6 +374,19 @@ def test_frozen_parameters_train_in_float32_when_an_optimizer_gets_them(level):
     assert (weights[torch.bfloat16] - weights[torch.float32]).norm() < 0.2 * moved
 
 
+@pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
+def test_running_statistics_are_float32_from_when_an_optimizer_gets_their_norm(level):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).bfloat16()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    dtypes = [model[1].running_mean.dtype]
+    optimizer.add_param_group({"params": list(model[1].requires_grad_(True).parameters())})
+    model(torch.randn(4, 3)).float().sum().backward()
+    dtypes.append(model[1].running_mean.dtype)
+    ampkit.close()
+    assert [*dtypes, model[1].running_mean.dtype] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.float8_e4m3fn))
 @pytest.mark.parametrize("level", LEVELS)
 def test_frozen_weights_of_one_byte_train_adapters_but_at_o3(level, dtype):

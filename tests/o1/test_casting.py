@@ -11,6 +11,7 @@ from helpers import casts_made, o1, torch_left_as_found
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ampkit
 import ampkit.casting.engine as engine_module
 from ampkit.casting.engine import Casting, active_casting
 from ampkit.casting.wrappers import autocast_would_cast
@@ -563,3 +564,23 @@ def test_forked_child_does_not_cast():
         assert os.read(read, 1) == b"1"
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16, "the parent was switched off"
     assert engine_module._active is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_forked_child_may_initialize_anew_and_close(level):
+    x, torchs_own = torch.ones(2, 2), torch.mm
+    models = [ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0) for _ in range(2)]
+    child = os.fork()
+    if child == 0:
+        try:
+            model = ampkit.initialize(nn.Sequential(nn.Linear(2, 2)), opt_level=level, verbosity=0)
+            dtypes = []
+            model[0].register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+            model(x)
+            ampkit.close()
+            os._exit(0 if dtypes == [torch.bfloat16] and torch.mm is torchs_own else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del models
