@@ -24,11 +24,7 @@ COMMANDS = (
     Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
     Command("check", "say what each level would change in a script", "ampkit.insight.check"),
     Command("record", "say what each line of a script computes in, and what it takes", "ampkit.insight.record.command"),
-    Command(
-        "diagnose",
-        "run a script until its first inf or NaN, and say why",
-        "ampkit.insight.diagnose_script",
-    ),
+    Command("diagnose", "run a script until its first inf or NaN, and say why", "ampkit.insight.diagnose_script"),
     Command("tune", "train a model at every level, and say which to take", "ampkit.insight.tuning.tune"),
     Command("run", "run a script that says 'from apex import amp'", "ampkit.scripts.running"),
 )

@@ -113,11 +113,7 @@ def not_initialized(optimizer: Any) -> NotInitializedError:
 
 
 def check(
-    model_list: list[nn.Module],
-    optimizer_list: list[Any],
-    plan: Plan,
-    recast: set[torch.Tensor],
-    process_group: Any,
+    model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan, recast: set[torch.Tensor], process_group: Any
 ) -> None:
     """Refuse models and optimizers that do not fit the plan. ``recast`` are tensors whose dtype a live session will restore."""
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):

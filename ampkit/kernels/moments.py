@@ -114,12 +114,7 @@ def philox(x: list[Tensor], low: int, high: int) -> list[Tensor]:
     for _ in range(7):
         # Products of two words wrap around in int64, with the same bits.
         even, odd = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
-        x = [
-            (odd >> 32 & _WORD) ^ x[1] ^ low,
-            odd & _WORD,
-            (even >> 32 & _WORD) ^ x[3] ^ high,
-            even & _WORD,
-        ]
+        x = [(odd >> 32 & _WORD) ^ x[1] ^ low, odd & _WORD, (even >> 32 & _WORD) ^ x[3] ^ high, even & _WORD]
         low, high = low + 0x9E3779B9 & _WORD, high + 0xBB67AE85 & _WORD
     return x
 

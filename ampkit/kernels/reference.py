@@ -22,11 +22,7 @@ from ampkit.kernels.split import join, split
 
 
 def multi_tensor_scale(
-    inputs: Tensors,
-    outputs: Tensors,
-    scale: Number,
-    found_inf: Tensor | None = None,
-    first_bad: Tensor | None = None,
+    inputs: Tensors, outputs: Tensors, scale: Number, found_inf: Tensor | None = None, first_bad: Tensor | None = None
 ) -> None:
     """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
     # In place each tensor is handed over once.

@@ -195,6 +195,18 @@ def test_state_of_torchs_adamw_loads_and_ours_loads_there(caplog):
     train(model, reference, 1)
 
 
+def test_an_optimizer_whose_session_keeps_the_rests_loads_its_own_state_without_a_warning(caplog):
+    model = nn.Linear(64, 64)
+    settings = dict(opt_level="O2", cast_model_type=torch.bfloat16, loss_scale=1.0, verbosity=0)
+    model, optimizer = ampkit.initialize(model, FusedAdam(model.parameters()), **settings)
+    with ampkit.scale_loss(model(torch.ones(4, 64)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"differentiable": True}], ids=str)
 def test_what_is_not_supported_is_refused_in_one_sentence(settings):
     param = nn.Parameter(torch.ones(2))
