@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
-from ..registry import wrapper_of
 from .moments import Storage
 from .scales import refuse_to_begin
 
@@ -157,7 +156,7 @@ class KeepsState(torch.optim.Optimizer):
                 missing += bool(state) and "rest" not in state
                 if "rest" in state:
                     self.keep_rest(param, state["rest"])
-        if missing and wrapper_of(self) is None:  # else the session has them
+        if missing and "_ampkit" not in vars(self):  # registry.WRAPPER_KEY: else the session has them
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
             )
