@@ -279,7 +279,8 @@ def collect(
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
     finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
-    outside.collect(backward, finding)
+    if outside.state is not State.READY:
+        outside.collect(backward, finding)
     for wrapper in named:
         wrapper.gradients.collect(backward, finding)
     for wrapper in unnamed:
