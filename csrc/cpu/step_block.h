@@ -27,8 +27,9 @@ template <int kDepth>
 struct NextTile {
   const char* lists[kDepth];
   int64_t sizes[kDepth];  // of an element
+  int64_t left;           // elements of the tensor from the next tile on
 
-  NextTile(const FlatTensor<kDepth>& tensor, int64_t offset) {
+  NextTile(const FlatTensor<kDepth>& tensor, int64_t offset) : left(tensor.numel - offset - kTile) {
     for (int k = 0; k < kDepth; ++k) {
       sizes[k] = tensor.dtype[k] == DType::kFloat ? 4 : tensor.dtype[k] == DType::kPacked ? 1 : 2;
       lists[k] = tensor.data[k] == nullptr ? nullptr : static_cast<const char*>(tensor.data[k]) + (offset + kTile) * sizes[k];
@@ -37,6 +38,7 @@ struct NextTile {
 
   // Asks for what follows elements [start, start + n) by a tile.
   AMPKIT_INLINE void prefetch(int64_t start, int64_t n) const {
+    if (start >= left) return;
     for (int k = 0; k < kDepth; ++k)
       for (int64_t byte = start * sizes[k]; lists[k] != nullptr && byte < (start + n) * sizes[k]; byte += 64)
         __builtin_prefetch(lists[k] + byte);
