@@ -37,6 +37,8 @@ EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 # For an environment with another TORCH: torchvision depends on torch's version, so its pin is removed too.
 CONSTRAINTS := $(VENV)/constraints.txt
+# What ran where: docs/make_compatibility.py reads these reports.
+REPORT = --junitxml build/reports/$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))-
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
 
 .PHONY: venv clients test test-ptx simulated test-all mutants soak cuda-build gpu demo bench wheel docs lint clean
@@ -100,9 +102,9 @@ UNDER_ASAN = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-
 # $(call each-way,-m "tests with the extension",-m "without",-m "on the emulation",environment and options of the last)
 define each-way
 	@start=$$(date +%s); failed=0; set -x; \
-	AMPKIT_EXTENSION=require $(PYTEST) $(1) tests || failed=1; \
-	AMPKIT_EXTENSION=off $(PYTEST) $(2) tests || failed=1; \
-	$(4) $(EMULATED) $(PYTEST) $(5) --capture=sys $(3) $(EMULATED_TESTS) || failed=1; \
+	AMPKIT_EXTENSION=require $(PYTEST) $(REPORT)extension.xml $(1) tests || failed=1; \
+	AMPKIT_EXTENSION=off $(PYTEST) $(REPORT)reference.xml $(2) tests || failed=1; \
+	$(4) $(EMULATED) $(PYTEST) $(REPORT)emulated.xml $(5) --capture=sys $(3) $(EMULATED_TESTS) || failed=1; \
 	{ set +x; } 2> /dev/null; took=$$(($$(date +%s) - start)); \
 	echo "the three runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 endef
@@ -110,7 +112,7 @@ endef
 # $(call on-ptx,what to run): the same host code launches the kernels' PTX.
 define on-ptx
 	@test -e build/ptx/sm_80 || { echo "nothing was run from PTX: there is no nvcc, on PATH or from PyPI"; exit 0; }; set -x; \
-	AMPKIT_EMULATION=ptx $(EMULATED) $(PYTEST) --capture=sys $(1)
+	AMPKIT_EMULATION=ptx $(EMULATED) $(PYTEST) $(REPORT)ptx.xml --capture=sys $(1)
 endef
 
 # One process lists the entries that were never launched.

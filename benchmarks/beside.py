@@ -402,6 +402,28 @@ def small_mlp(*widths, policy=False):
     return make
 
 
+def reptile(inner=8, rate=0.1):
+    """Reptile: after each ``inner`` steps on one sine wave the weights go a tenth of the way from those before."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    before = [param.detach().clone() for param in model.parameters()]
+    wave = {}
+
+    def loss_of(model):
+        if wave.setdefault("step", 0) % inner == 0:
+            with torch.no_grad():
+                for param, start in zip(model.parameters(), before):
+                    param.copy_(start.lerp_(param, rate))
+            wave["x"] = torch.rand(10, 1) * 10 - 5
+            wave["y"] = torch.sin(wave["x"] + torch.rand(1) * 3)
+        wave["step"] += 1
+        return (model(wave["x"]) - wave["y"]).square().mean()
+
+    return model, loss_of
+
+
 def generate():
     import torch
     import transformers
@@ -443,6 +465,7 @@ CASES = {
     "policy network": policy_network,
     "matrix factorization": matrix_factorization,
     "policy gradient": small_mlp(8, 64, 64, 4, policy=True),
+    "reptile": reptile,
     "mlp of 3 layers": small_mlp(16, 32, 32, 1),
     "mlp of 5 layers": small_mlp(16, 64, 64, 64, 64, 1),
     "wide mlp": wide_mlp,

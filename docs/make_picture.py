@@ -1,19 +1,16 @@
 """Draw the pictures of the README: what a parameter costs and what a loaded checkpoint learns, with torch and with ampkit.
 
-$ python docs/make_picture.py            # writes docs/picture-*.svg and prints their numbers, in some minutes
+$ python docs/make_picture.py            # writes docs/picture-*.svg and prints their numbers
 
-A small GPT learns a language of 16 words in float32, and is saved. Then each contender loads the weights as they come when a
-checkpoint is opened with dtype=torch.bfloat16, and goes on with another language and a small learning rate, as in fine-tuning.
-Text is made as it is needed, so each loss is that of text not seen before. Bytes are those of the tensors that live between two
-steps: weights, what ampkit keeps beside them, gradients and AdamW's two moments.
+Losses are those of ``python benchmarks/convergence bible``: a GPT that has read the King James Bible is rounded to bfloat16, as
+checkpoints are published, and goes on with another translation. Its results are in benchmarks/results. Bytes are those of the
+tensors that live between two steps: weights, what ampkit keeps beside them, gradients and AdamW's two moments.
 """
 
 import argparse
 import contextlib
-import copy
 import gc
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +18,6 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
@@ -31,11 +27,13 @@ import ampkit  # noqa: E402
 from ampkit.casting.narrow_gradients import stored_gradient  # noqa: E402
 from ampkit.optimizers import FusedAdam  # noqa: E402
 
-WORDS, LENGTH, BATCH = 16, 32, 8
+RESULTS = HERE.parent / "benchmarks" / "results" / "2026-11-29-convergence-bible.jsonl"
+STEPS = 800  # of each run
 SHAPE = 512, 256  # of the layer whose bytes are counted
 
 
 class Contender(NamedTuple):
+    run: str  # its name in the results
     weights: torch.dtype
     autocast: bool = False
     level: str | None = None
@@ -44,10 +42,12 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = {
-    "torch.amp, float32 weights": Contender(torch.float32, autocast=True),
-    "torch, bfloat16 weights": Contender(torch.bfloat16, colour="tab:red"),
-    "ampkit O5": Contender(torch.bfloat16, level="O5", colour="tab:cyan"),
-    "ampkit O5, 8-bit moments": Contender(torch.bfloat16, level="O5", state_dtype="int8", colour="tab:blue"),
+    "torch.amp, float32 weights": Contender("torch.autocast", torch.float32, autocast=True),
+    "torch, bfloat16 weights": Contender("torch.optim.AdamW in bfloat16", torch.bfloat16, colour="tab:red"),
+    "ampkit O5": Contender("O5", torch.bfloat16, level="O5", colour="tab:cyan"),
+    "ampkit O5, 8-bit moments": Contender(
+        "O5, int8 moments", torch.bfloat16, level="O5", state_dtype="int8", colour="tab:blue"
+    ),
 }
 
 #: Words and lines, and the bars of float32, on light and on dark pages.
@@ -72,48 +72,21 @@ def backward(way: Contender, compute, optimizer) -> float:
     return loss.item()
 
 
-class Language:
-    """Text in which word ``follows[a, b]`` comes after a and b four times in five, and any word otherwise."""
+class Curve(NamedTuple):
+    """What a contender learned, in the mean over seeds: losses on the way, and that of text which was not seen."""
 
-    def __init__(self, seed: int):
-        self.follows = torch.randint(WORDS, (WORDS, WORDS), generator=torch.Generator().manual_seed(seed))
-
-    def text(self, generator: torch.Generator):
-        free = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
-        is_free = torch.rand(BATCH, LENGTH + 1, generator=generator) < 0.2
-        words = [free[:, 0], free[:, 1]]
-        for i in range(2, LENGTH + 1):
-            words.append(torch.where(is_free[:, i], free[:, i], self.follows[words[-2], words[-1]]))
-        text = torch.stack(words, dim=1)
-        return text[:, :-1], text[:, 1:].flatten()
+    losses: list[float]
+    final: float
 
 
-def learn(model, way: Contender, language: Language, lr: float, steps: int, seed: int) -> list[float]:
-    """The loss of each step, with a warm-up of 20 steps and a cosine to 0."""
-    model, optimizer = prepare(model, way, lr)
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
-        x, y = language.text(generator)
-        optimizer.zero_grad()
-        losses.append(backward(way, lambda: F.cross_entropy(model(x).float(), y), optimizer))  # noqa: B023
-        optimizer.step()
-    ampkit.close()
-    return losses
-
-
-def checkpoint(seed: int) -> nn.Module:
-    """A GPT that has learned the first language, in float32."""
-    from cases import Gpt
-
-    torch.manual_seed(seed)
-    model = Gpt(width=32, layers=2, heads=2, length=LENGTH, vocabulary=WORDS)
-    for param in model.parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, 0.0, 0.02)
-    learn(model, Contender(torch.float32), Language(0), lr=3e-3, steps=800, seed=seed)
-    return model
+def curves(results: Path = RESULTS) -> dict[str, Curve]:
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    learned = {}
+    for name, way in CONTENDERS.items():
+        own = [run["result"] for run in runs if run["run"][:2] == ["go on", way.run]]
+        losses = [statistics.mean(values) for values in zip(*(result["curve"] for result in own), strict=True)]
+        learned[name] = Curve(losses, statistics.mean(result["value"] for result in own))
+    return learned
 
 
 def bytes_per_parameter(way: Contender) -> dict[str, float]:
@@ -142,17 +115,17 @@ def memory(tensors) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def draw(sizes: dict[str, dict[str, float]], losses: dict[str, list[float]], folder: Path) -> None:
+def draw(sizes: dict[str, dict[str, float]], learned: dict[str, Curve], folder: Path) -> None:
     """Write picture-bytes.svg and picture-loss.svg, and both for dark pages."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    numbers = {"bytes": sizes, "loss": {name: round(final(its), 4) for name, its in losses.items()}}
+    numbers = {"bytes": sizes, "loss": {name: round(its.final, 4) for name, its in learned.items()}}
     for theme, (ink, grey) in THEMES.items():
         inks = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
         # The same file for the same numbers, and text as text, which is smaller.
         with matplotlib.rc_context({"svg.hashsalt": "ampkit", "svg.fonttype": "none", "font.size": 9, **inks}):
-            for name, fill, data in (("bytes", draw_bytes, sizes), ("loss", draw_losses, losses)):
+            for name, fill, data in (("bytes", draw_bytes, sizes), ("loss", draw_losses, learned)):
                 figure, axes = pyplot.subplots(figsize=(4.1, 3.3), layout="constrained")
                 fill(axes, data, ink, grey)
                 axes.spines[["top", "right"]].set_visible(False)
@@ -178,44 +151,30 @@ def draw_bytes(axes, sizes: dict[str, dict[str, float]], ink: str, grey: str) ->
     axes.set(title="Bytes per parameter, AdamW", xlim=(0, 17.5), xticks=range(0, 17, 4), yticks=[], ylim=(3.4, -0.7))
 
 
-def draw_losses(axes, losses: dict[str, list[float]], ink: str, grey: str) -> None:
-    for name, line, width in (
-        ("torch, bfloat16 weights", "-", 2.0),
-        ("torch.amp, float32 weights", "-", 5.0),
-        ("ampkit O5, 8-bit moments", "-", 1.6),
+def draw_losses(axes, learned: dict[str, Curve], ink: str, grey: str) -> None:
+    for name, width in (
+        ("torch, bfloat16 weights", 2.0),
+        ("torch.amp, float32 weights", 5.0),
+        ("ampkit O5, 8-bit moments", 1.6),
     ):
-        axes.plot(smooth(losses[name]), line, color=CONTENDERS[name].colour or grey, linewidth=width, label=name)
-    axes.set(title="Loss of a small GPT, fine-tuned", xlabel="step", ylim=(None, 2.6))
+        losses = learned[name].losses
+        steps = [STEPS * (place + 0.5) / len(losses) for place in range(len(losses))]
+        axes.plot(steps, losses, color=CONTENDERS[name].colour or grey, linewidth=width, label=name)
+    axes.set(title="Loss of a GPT, fine-tuned", xlabel="step", xlim=(0, STEPS))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
 
 
-def smooth(losses: list[float], width: int = 20) -> list[float]:
-    return [statistics.mean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
-
-
-def final(losses: list[float]) -> float:
-    return statistics.mean(losses[-50:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE, help="a folder; default: docs")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     sizes = {name: bytes_per_parameter(way) for name, way in CONTENDERS.items()}
-    runs: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    for seed in range(args.seeds):
-        start = checkpoint(seed).bfloat16()  # as it comes
-        for name, way in CONTENDERS.items():
-            runs[name].append(learn(copy.deepcopy(start), way, Language(1), 3e-4, args.steps, seed))
-    losses = {name: [statistics.mean(step) for step in zip(*its, strict=True)] for name, its in runs.items()}
-    draw(sizes, losses, args.out)
-    print("| | bytes per parameter | loss of the last 50 steps |\n|---|---|---|")
-    for name, its in losses.items():
-        print(f"| {name} | {sum(sizes[name].values()):.2f} | {final(its):.3f} |")
+    learned = curves()
+    draw(sizes, learned, args.out)
+    print("| | bytes per parameter | loss of text that was not seen |\n|---|---|---|")
+    for name, its in learned.items():
+        print(f"| {name} | {sum(sizes[name].values()):.2f} | {its.final:.3f} |")
 
 
 if __name__ == "__main__":
