@@ -24,7 +24,7 @@ BEGIN, END = "<!-- made by make_compatibility.py -->", "<!-- end -->"
 
 
 def read(report: Path) -> dict:
-    """What a report tells: how many tests passed and failed, and the day."""
+    """The counts of a report: how many tests passed and failed, and the day."""
     suite = ElementTree.parse(report).getroot().find("testsuite")
     total, skipped, failures, errors = (int(suite.get(name)) for name in ("tests", "skipped", "failures", "errors"))
     failed = failures + errors

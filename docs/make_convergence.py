@@ -52,14 +52,14 @@ ROWS = {
 
 def values(column: Column) -> dict[str, dict[int, float]]:
     """{precision: {seed: value}} of a column."""
-    found: dict[str, dict[int, float]] = {}
+    by_precision: dict[str, dict[int, float]] = {}
     file = RESULTS / column.file
     for line in file.read_text().splitlines() if file.exists() else []:
         run = json.loads(line)
         stage, precision, seed, _ = run["run"]
         if stage == column.stage:
-            found.setdefault(precision, {})[seed] = run["result"]["value"]
-    return found
+            by_precision.setdefault(precision, {})[seed] = run["result"]["value"]
+    return by_precision
 
 
 def cell(column: Column, precision: str, found: dict[str, dict[int, float]]) -> str:

@@ -73,7 +73,7 @@ def backward(way: Contender, compute, optimizer) -> float:
 
 
 class Curve(NamedTuple):
-    """What a contender learned, in the mean over seeds: losses on the way, and that of text which was not seen."""
+    """Losses of a contender, in the mean over seeds: those on the way, and that of text which was not seen."""
 
     losses: list[float]
     final: float
