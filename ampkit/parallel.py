@@ -150,8 +150,9 @@ class SyncBatchNorm(_BatchNorm):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **bias: bool,  # newer torch's batch norms have it
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **bias)
         self.process_group = process_group
 
     def _check_input_dim(self, input: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import outputs_after_close
 from torch import nn
 
 import ampkit
@@ -64,8 +65,11 @@ class Operators(nn.Module):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Operators])
 def test_regions_around_the_call(make, backend):
     model = initialized(make())
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    x = torch.randn(4, 8)
+
+    def compile_it():
+        return torch.compile(model, backend=backend, fullgraph=True)
+
+    compiled, x = compile_it(), torch.randn(4, 8)
     seen = [compiled(x).dtype]
     with torch.autocast("cpu", enabled=False):
         seen.append(compiled(x).dtype)
@@ -77,7 +81,8 @@ def test_regions_around_the_call(make, backend):
         seen.append(compiled(x).dtype)
     seen.append(compiled(x).dtype)
     ampkit.close()
-    assert [*seen, compiled(x).dtype] == [LOW, torch.float32, LOW, torch.float16, torch.float32, LOW, torch.float32]
+    seen.append(outputs_after_close(compiled, compile_it, x).dtype)
+    assert seen == [LOW, torch.float32, LOW, torch.float16, torch.float32, LOW, torch.float32]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -28,8 +28,9 @@ class SyncBatchNorm(_core.SyncBatchNorm):
         process_group: dist.ProcessGroup | None = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
+        **bias: bool,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group, **bias)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
