@@ -1,18 +1,15 @@
-"""The rows of a recording: plain data that recorder.py fills, and text.py, page.py and advice.py read."""
+"""The rows of a recording: plain data that recorder.py fills, and record.py, page.py and advice.py read."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-
-from ...dtypes import LOWER_PRECISION
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 #: Functions of rows that are not the script's own work.
 AMPKIT, GRAD_SCALER = "ampkit", "GradScaler"
+_PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
 @dataclass(eq=False)
@@ -50,12 +47,11 @@ class CallRow:
     cast_seconds: float = 0.0
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for rows that differ only in the module."""
-        return (
-            *(self.file, self.line, self.function, self.phase, self.dtypes_in, self.dtypes_out),
-            *(self.reason, self.tensor_cores),
-        )
+    def label(self) -> str:
+        """The function with its phase: ``linear``, or ``linear bwd``."""
+        if self.phase == FORWARD or self.function == self.phase:
+            return self.function
+        return f"{self.function} {_PHASES.get(self.phase, self.phase)}"
 
 
 #: The fields that are summed when rows are merged.
@@ -70,56 +66,6 @@ class Advice:
     site: str
     found: str
     change: str
-
-
-@dataclass
-class Rows:
-    """The rows of a recording and what follows from them; `Record` has the documentation."""
-
-    calls: list[CallRow] = field(default_factory=list)
-    casts: list[tuple[str, float, int]] = field(default_factory=list)
-    advice: list[Advice] = field(default_factory=list)
-    iterations: int = 0
-    about: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return sum(row.seconds for row in self.calls)
-
-    @property
-    def flops(self) -> int:
-        return sum(row.flops for row in self.calls)
-
-    @property
-    def lower_precision(self) -> torch.dtype | None:
-        """The 16-bit (or smaller) dtype with the most FLOPs; None if no row computes in lower precision."""
-        flops, calls = Counter[torch.dtype](), Counter[torch.dtype]()  # without FLOPs, calls decide
-        for row in self.calls:
-            if row.dtype in LOWER_PRECISION:
-                flops[row.dtype] += row.flops
-                calls[row.dtype] += row.calls
-        return max(calls, key=lambda dtype: (flops[dtype], calls[dtype]), default=None)
-
-    def flops_by_dtype(self) -> dict[torch.dtype, float]:
-        """Return the share of all FLOPs by dtype of the computation, the largest first; empty if there are no FLOPs."""
-        sums = Counter[torch.dtype]()
-        for row in self.calls:
-            if row.flops and row.dtype is not None:
-                sums[row.dtype] += row.flops
-        return {dtype: flops / self.flops for dtype, flops in sums.most_common()}
-
-    @property
-    def tensor_core_share(self) -> float:
-        """The share of all FLOPs that Tensor Cores can run, from 0 to 1; 0 if there are no FLOPs."""
-        able = sum(row.flops for row in self.calls if row.tensor_cores.startswith("yes"))
-        return able / self.flops if self.flops else 0.0
-
-    def share_of_time(self, row: CallRow) -> float:
-        return row.seconds / self.seconds if self.seconds else 0.0
-
-    def share_of_flops(self, row: CallRow) -> float:
-        return row.flops / self.flops if self.flops else 0.0
 
 
 def add(row: CallRow, other: CallRow) -> None:

@@ -10,8 +10,7 @@ from importlib import resources
 from typing import Any
 
 from ..words import in_bytes, percent, short
-from .data import CallRow, Rows
-from .text import function_of, overview
+from .data import CallRow
 
 #: Lines of source shown around each recorded line.
 _CONTEXT = 2
@@ -43,8 +42,8 @@ class _Line:
         return list(dict.fromkeys(reasons + sizes))
 
 
-def render(record: Rows) -> str:
-    """Render the page as HTML. Raises ImportError if jinja2 is missing."""
+def render(record: Any, overview: list[str]) -> str:
+    """Render a `Record` as HTML. Raises ImportError if jinja2 is missing."""
     try:
         import jinja2
     except ImportError as error:
@@ -52,14 +51,12 @@ def render(record: Rows) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters.update(percent=percent, bytes=in_bytes, function=function_of)
+    environment.filters.update(percent=percent, bytes=in_bytes)
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
-        record=record, overview=overview(record), files=list(_files(record))
-    )
+    return environment.from_string(template).render(record=record, overview=overview, files=list(_files(record)))
 
 
-def _files(record: Rows) -> Iterator[dict[str, Any]]:
+def _files(record: Any) -> Iterator[dict[str, Any]]:
     files: dict[str, dict[int, list[CallRow]]] = {}
     for row in record.calls:
         if row.line:
