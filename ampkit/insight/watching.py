@@ -260,16 +260,6 @@ def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_P
     return tree_map(cast_value, tree)
 
 
-def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: the wrapper calls ``tell`` with its positional arguments, and then the original."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tell(*args)
-        return original(*args, **kwargs)
-
-    return call
-
-
 def stored_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or the values of a sparse or nested one."""
     if tensor.layout is torch.strided and not tensor.is_nested:

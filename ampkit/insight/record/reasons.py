@@ -24,7 +24,7 @@ from ...policy import CastKind
 from ...policy.tables import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
-from ..watching import Call, telling_first
+from ..watching import Call
 
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _LISTS = (*CUDA_LIST, *CPU_LIST)
@@ -51,20 +51,22 @@ class Regions:
 
     def watch(self, patches: PatchSet) -> None:
         for owner in (autocast_mode.autocast, state.Region):
-            patches.set(owner, "__enter__", telling_first(owner.__enter__, self._enter))
-            patches.set(owner, "__exit__", telling_first(owner.__exit__, self._leave))
+            patches.put_around(owner, "__enter__", self._enter)
+            patches.put_around(owner, "__exit__", self._leave)
 
     @property
     def innermost(self) -> Region | None:
         return next(reversed(self._by_thread.get(threading.get_ident(), [])), None)
 
-    def _enter(self, region: Any) -> None:
+    def _enter(self, original: Any, region: Any) -> Any:
         entered = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
         self._by_thread.setdefault(threading.get_ident(), []).append(entered)
+        return original(region)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, original: Any, *error: Any) -> Any:
         if regions := self._by_thread.get(threading.get_ident()):  # empty if the region began before the watch
             regions.pop()
+        return original(*error)
 
 
 class Argument(NamedTuple):
