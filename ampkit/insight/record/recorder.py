@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import thread_time
 from typing import Any
 
@@ -48,12 +48,13 @@ def _facts(op: Any) -> tuple[bool, bool, Any]:
 class Iterations(Listener):
     """A counter of iterations: they end with the steps, also skipped ones, of the optimizer that steps first."""
 
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.begun = 0  # steps of all optimizers
         self.iterations = 0
-        self.on_iteration = on_iteration
         self._first: Callable[[], Any] = lambda: None
+
+    def iteration_ends(self) -> None: ...
 
     def step_begins(self, optimizer: Any) -> None:
         self.begun += 1
@@ -62,8 +63,8 @@ class Iterations(Listener):
         self.iterations += optimizer is self._first()
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if self.begun and optimizer is self._first():  # else the step began before the recording
-            self.on_iteration(self.iterations)
+        if optimizer is self._first():
+            self.iteration_ends()
 
 
 class Recorder(Iterations, Watch):
@@ -72,8 +73,8 @@ class Recorder(Iterations, Watch):
     looks_at_views = False
     sources = (forwards, steps)
 
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
-        super().__init__(on_iteration)
+    def __init__(self) -> None:
+        super().__init__()
         self._groups: dict[Any, Group] = {}
         self._origins = Origins()
         self.reasons = Reasons()
@@ -262,12 +263,10 @@ class Recorder(Iterations, Watch):
 
     # The end of an iteration and of the recording
 
-    def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if optimizer is self._first():
-            # Graphs of the previous iteration are gone; a graph of this one may last into the next, as in GANs.
-            last, self._last = self._last, max(self._forward, default=0)
-            self._forward = {number: call for number, call in self._forward.items() if number > last}
-        super().step_ends(optimizer, skipped)
+    def iteration_ends(self) -> None:
+        # Graphs of the previous iteration are gone; a graph of this one may last into the next, as in GANs.
+        last, self._last = self._last, max(self._forward, default=0)
+        self._forward = {number: call for number, call in self._forward.items() if number > last}
 
     def finish(self) -> Record:
         for row, begin, end in self._timed:
@@ -293,7 +292,8 @@ class Recorder(Iterations, Watch):
 _active = threading.Lock()  # only one recording at a time in a process
 
 
-def recording() -> AbstractContextManager[Record]:
+@contextmanager
+def recording() -> Iterator[Record]:
     """Record the dtypes in which the block computes, why, and the cost: one or more iterations of any script.
 
     >>> with ampkit.recording() as record:
@@ -308,12 +308,6 @@ def recording() -> AbstractContextManager[Record]:
 
     Costs up to a quarter of an iteration's time. Raises `ConfigurationError` inside of another recording, of any thread.
     """
-    return recorded(lambda iteration: None)
-
-
-@contextmanager
-def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
-    """Record as `recording` does, and call ``on_iteration`` with the number of each iteration when it ends."""
     if not _active.acquire(blocking=False):
         raise ConfigurationError(
             "recording() was called while another recording runs, in this thread or another. One sees every operator of its block: "
@@ -322,7 +316,7 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
     record = Record()
     with PatchSet() as patches:
         patches.callback(_active.release)
-        recorder = Recorder(on_iteration)
+        recorder = Recorder()
         patches.callback(lambda: vars(record).update(vars(recorder.finish())))
         patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
         recorder.reasons.watch(patches)
