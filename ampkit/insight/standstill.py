@@ -41,8 +41,6 @@ class Standstill:
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # a sample of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases before a norm, each with the weight of its layer
-        self._held: dict[Tensor, Tensor] = {}  # gathered parameters of FSDP2, each with its sharded one
-        self._looked_up: set[nn.Module] = set()  # models whose parameters are in `_held`
         self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
         self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
@@ -71,11 +69,9 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        for model in models if self._before_norm else ():
-            if model not in self._looked_up:
-                self._looked_up.add(model)
-                self._held.update((x.whole, x.param) for x in gathered(model) if x.whole is not None)
-        held = self._held
+        held = {
+            x.whole: x.param for model in models for x in gathered(model)
+        }  # an optimizer has the sharded parameters of FSDP2
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
@@ -116,7 +112,7 @@ class Standstill:
         counts = weights.counts()
         for weight in weights.list:
             if weight.name in counts:
-                dtype = weight.param.dtype if weight.rest_of is None else torch.float32
+                dtype = weight.param.dtype if weight.rest is None else torch.float32
                 dtype = None if weight.param in self._subtracted else dtype
                 of_params = self.lost.setdefault((type(optimizer).__name__, dtype), {})
                 lost, total = of_params.get(weight.param, (0, 0))

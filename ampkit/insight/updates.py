@@ -6,8 +6,7 @@ float32 value (O2) is the same only if its rest is the same, too.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +29,13 @@ _FIRST = 5
 
 @dataclass
 class _Weight:
-    """A parameter before a step: ``before`` and ``rest`` are copies, and ``rest_of()`` returns the current rest."""
+    """A parameter before a step: ``before`` and ``rest``, if it has one, are copies."""
 
     name: str
     param: torch.Tensor
     lr: float
-    rest_of: Callable[[], torch.Tensor] | None
     before: torch.Tensor
     rest: torch.Tensor | None
-
-
-def _own_rest(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
-    """Return the rest in the state of a fused optimizer without a session; zeros before its first step."""
-    rest: torch.Tensor | None = optimizer.state.get(param, {}).get("rest")
-    return torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if rest is None else rest
 
 
 class Weights:
@@ -57,19 +49,24 @@ class Weights:
     def __init__(self, optimizer: Any, most: int | None = None, named: Iterable[Named] | None = None) -> None:
         wrapper = wrapper_of(optimizer)
         stored = [] if wrapper is None else wrapper.gradients.stored
-        rests = {
-            slot.param: functools.partial(getattr, slot.master, "rest") for slot in stored if slot.master is not None
-        }
+        self._masters = {slot.param: slot.master for slot in stored if slot.master is not None}
+        self._optimizer, self._most = optimizer, most
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
-        self._most = most
         self.list: list[_Weight] = []
         for name, param, group in named_params(optimizer) if named is None else named:
-            lr, rest_of = float(group.get("lr", 1.0)), rests.get(param)
-            if rest_of is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
-                rest_of = functools.partial(_own_rest, optimizer, param)
+            lr = float(group.get("lr", 1.0))
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
-                rest = None if rest_of is None else self._sample(rest_of()).clone()
-                self.list.append(_Weight(name, param, lr, rest_of, self._sample(param.detach()).clone(), rest))
+                rest = self._rest_of(param)
+                rest = None if rest is None else rest.clone()
+                self.list.append(_Weight(name, param, lr, self._sample(param.detach()).clone(), rest))
+
+    def _rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        if param in self._masters:
+            return self._sample(self._masters[param].rest)
+        if not getattr(self._optimizer, "rests", False) or param.dtype not in LOWER_PRECISION:
+            return None
+        rest = self._optimizer.state.get(param, {}).get("rest")  # none before the first step
+        return self._sample(torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if rest is None else rest)
 
     def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the number of lost updates and of all updates of each parameter (int64, on its device), by name.
@@ -86,8 +83,8 @@ class Weights:
             weights, gradients = zip(*trained)
             after = _flat(self._sample(x.param.detach()) for x in weights)
             stays = after == _flat(x.before for x in weights)
-            if weights[0].rest_of is not None:
-                stays &= _flat(self._sample(x.rest_of()) for x in weights) == _flat(x.rest for x in weights)
+            if weights[0].rest is not None:
+                stays &= _flat(self._rest_of(x.param) for x in weights) == _flat(x.rest for x in weights)
             is_updated = _flat(gradients) != 0
             sizes = [x.numel() for x in gradients]
             for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
@@ -105,7 +102,7 @@ class Weights:
         """Group the weights for `counts`: each alone, or samples of the same dtypes and device together."""
         groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
         for weight, gradient in self._trained():
-            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest_of is None
+            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest is None
             groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
         return groups.values()
 
@@ -186,7 +183,7 @@ class UpdateCheck(AroundStep):
 
 def _cure(weight: _Weight) -> str:
     dtype = weight.param.dtype
-    if weight.rest_of is not None or dtype not in LOWER_PRECISION:
+    if weight.rest is not None or dtype not in LOWER_PRECISION:
         return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
     level = "O5" if dtype is torch.bfloat16 else "O2"
     cost = "+2 bytes per parameter, and moments in float32"
