@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..dtypes import LOWER_PRECISION
-from .cures import Cure
+from .diagnose import Cure
 from .finder import Culprit, Finder
 from .sites import look_at
 from .watching import Call
