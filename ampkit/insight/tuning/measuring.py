@@ -30,7 +30,7 @@ _OF_A_PROCESS = 600 << 20  # bytes of a CUDA context, per process
 
 
 class Measurements:
-    """The measurements of all ways: call `start`, and then `measure`."""
+    """The measurements of all ways, by `measure`."""
 
     def __init__(self, located: Any, threads: int) -> None:
         importlib.import_module("torch._dynamo")  # else every optimizer imports it, in each process
@@ -41,46 +41,44 @@ class Measurements:
         self._trainer_arguments, self._workers = (located, threads), dict[Way, Worker]()
         self.rows: dict[str, Row] = {}
 
-    def start(self) -> None:
-        """Import the factory, and train in float32 for some steps."""
-        self._begun = time.monotonic()
+    def measure(self, levels: Sequence[str], float16: bool | None, seconds: float, steps: int | None) -> Tuning:
+        """Import the factory, train in float32 for some steps, and then in every way, for about ``seconds``."""
+        begun = time.monotonic()
         plain = self._worker(Way(FLOAT32))
         try:
             self.about = {**plain.ask("start"), "threads": self._trainer_arguments[1]}
-            self._to_start = time.monotonic() - self._begun
-            self._seconds = min(plain.ask("turn", 1) for _ in range(WARM_UP))
-        except WorkerError:
-            plain.stop()
-            raise
-
-    def measure(self, levels: Sequence[str], float16: bool | None, seconds: float, steps: int | None) -> Tuning:
-        ways = ways_of(levels, self._precisions(float16), self.about["optimizers"])
-        for_each = _OF_EXAMINING * seconds / len(ways)
-        fitting = int((for_each - self._to_start) / self._seconds / _BEYOND)
-        steps = self.about["steps"] = steps or min(STEPS[1], max(STEPS[0], fitting))
-        room = _SPARE * (self.about["free_bytes"] or float("inf"))
-        try:
-            for way in ways:
-                row = self.rows[str(way)] = Row(way)
-                try:
-                    vars(row).update(self._worker(way).ask("examine", steps))
-                except WorkerError as error:
-                    if way.level == FLOAT32:
-                        raise
-                    row.error = str(error)
-                    self._workers.pop(way).stop()
-                    continue
-                needed = (row.peak_bytes or 0) + _OF_A_PROCESS * (self.about["device"] == "cuda")
-                if needed < room:
-                    room -= needed
-                else:
-                    self._take_turns([way], time.monotonic() + for_each / 2)
-                    self._workers.pop(way).stop()
-            self._take_turns(list(self._workers), self._begun + seconds)
+            to_start = time.monotonic() - begun
+            seconds_of_step = min(plain.ask("turn", 1) for _ in range(WARM_UP))
+            ways = ways_of(levels, self._precisions(float16), self.about["optimizers"])
+            for_each = _OF_EXAMINING * seconds / len(ways)
+            fitting = int((for_each - to_start) / seconds_of_step / _BEYOND)
+            self.about["steps"] = steps or min(STEPS[1], max(STEPS[0], fitting))
+            self._examine(ways, for_each)
+            self._take_turns(list(self._workers), begun + seconds)
         finally:
             for worker in self._workers.values():
                 worker.stop()
         return Tuning(self.about, self.rows)
+
+    def _examine(self, ways: list[Way], for_each: float) -> None:
+        """Measure memory and losses of the ways. Those that do not fit into memory beside the others take their turns at once."""
+        room = _SPARE * (self.about["free_bytes"] or float("inf"))
+        for way in ways:
+            row = self.rows[str(way)] = Row(way)
+            try:
+                vars(row).update(self._worker(way).ask("examine", self.about["steps"]))
+            except WorkerError as error:
+                if way.level == FLOAT32:
+                    raise
+                row.error = str(error)
+                self._workers.pop(way).stop()
+                continue
+            needed = (row.peak_bytes or 0) + _OF_A_PROCESS * (self.about["device"] == "cuda")
+            if needed < room:
+                room -= needed
+            else:
+                self._take_turns([way], time.monotonic() + for_each / 2)
+                self._workers.pop(way).stop()
 
     def _worker(self, way: Way) -> Worker:
         if way not in self._workers:

@@ -9,7 +9,6 @@ import argparse
 import multiprocessing
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +16,12 @@ import torch
 
 from ...patching import PatchSet
 from ..processes import KEEP_FREED, Worker, WorkerError
-from .factory import located
 from .measuring import Measurements
 from .report import Tuning
+from .trainer import located
 from .ways import LEVELS
 
 EXAMPLE = "ampkit tune examples/tuning/models.py:lstm --levels O2 --seconds 2"
-_PATIENCE = 5.0  # seconds of import before a message says so
 _IS_CHILD = "AMPKIT_TUNING"
 _ENVIRONMENT = {**KEEP_FREED, _IS_CHILD: "1"}
 
@@ -73,13 +71,10 @@ def tune(
             patches.set(sys.modules["__main__"], name, None)
         # A new process: the state of torch, the environment and the threads of this one do not affect the measurements.
         worker = Worker(multiprocessing.get_context("spawn"), Measurements, place, threads, environment=_ENVIRONMENT)
-    importing = threading.Timer(_PATIENCE, _tell_of_import, [os.path.basename(place[0])])
-    importing.daemon = True
-    importing.start()
+    script = f"{os.path.basename(place[0])} (its top level runs, except under if __name__ == '__main__':)"
+    told = f"importing {script}, then training in every way, about {seconds:g} s"
+    print(f"ampkit tune: {told}", file=sys.stderr, flush=True)
     try:
-        worker.ask("start")
-        importing.cancel()
-        print(f"ampkit tune: training in every way, about {seconds:g} s", file=sys.stderr, flush=True)
         compared: Tuning = worker.ask("measure", list(levels), float16, seconds, steps)
         return compared
     except WorkerError as error:
@@ -89,17 +84,7 @@ def tune(
         failed.add_note(error.details)
         raise failed from None
     finally:
-        importing.cancel()
         worker.stop()
-
-
-def _tell_of_import(place: str) -> None:
-    print(
-        f"ampkit tune: importing {place}, and calling its factory. A script that trains at its top level trains "
-        "now: put that under if __name__ == '__main__':",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 # The command
