@@ -80,7 +80,8 @@ class Repetition(Listener):
         for param, grad in self._gradients.items():
             param.grad = grad
         for module, buffers in self._buffers:
-            module._buffers.update(buffers)
+            for name, buffer in buffers.items():  # no update(): of a ScriptModule these are no dictionary
+                module._buffers[name] = buffer
 
     def _take_over(self, patches: PatchSet) -> None:
         patches.enter_context(listening(self, steps, calls_of_torch))

@@ -166,8 +166,8 @@ class Watch(TorchDispatchMode, Listener):
 
     def statistics(self) -> list[torch.Tensor]:
         """Return the running means and variances of batch norms."""
-        buffers = (module._buffers.get(name) for module in list(self.modules) for name in STATISTICS)
-        return [buffer for buffer in buffers if buffer is not None]
+        buffers = (pair for module in list(self.modules) for pair in module.named_buffers(recurse=False))
+        return [buffer for name, buffer in buffers if name in STATISTICS]
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
