@@ -1,6 +1,6 @@
-"""`AroundStep`: callbacks before and after each step of an optimizer, by a wrapper of its ``step``.
+"""`AroundStep`: a context around each step of an optimizer, by a wrapper of its ``step``.
 
-It also wraps the patch of `ampkit.initialize`: the callbacks see gradients and weights as a script sees them.
+It also wraps the patch of `ampkit.initialize`: the context sees gradients and weights as a script sees them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ Named = tuple[str, torch.Tensor, dict[str, Any]]
 
 
 class AroundStep:
-    """A wrapper that calls `before` and `after` around every ``optimizer.step()``, skipped ones included, until `remove`.
+    """A wrapper that runs every ``optimizer.step()``, skipped ones included, inside of `around`, until `remove`.
 
     ``function`` is the name of the public function for error messages.
     """
@@ -35,11 +36,8 @@ class AroundStep:
         self._patches, self._is_active = PatchSet(), True
         self._put_around(self.optimizer.step)
 
-    def before(self) -> None:
-        """Run before each step."""
-
-    def after(self) -> None:
-        """Run after each step, also after a skipped one."""
+    def around(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def remove(self) -> None:
         """Stop observing steps, and restore ``optimizer.step``."""
@@ -56,10 +54,8 @@ class AroundStep:
                     f"{self._function}() was called before initialize(), whose steps it cannot see. Call {self._function}() "
                     "after initialize()."
                 )
-            self.before()
-            result = original(*args, **kwargs)
-            self.after()
-            return result
+            with self.around():
+                return original(*args, **kwargs)
 
         self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -117,24 +118,22 @@ class StepReport:
 class _OnStep(AroundStep):
     def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
         self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
-        self._report: StepReport | None = None
         super().__init__(optimizer, "on_step")
 
-    def before(self) -> None:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         self._steps += 1
-        self._report = None
-        if self._steps % self._every == 0:
-            is_measured = self._updates_every and self._steps % self._updates_every == 0
-            weights = Weights(self.optimizer) if is_measured else None
-            self._report = StepReport(self.optimizer, self._steps, weights)
-
-    def after(self) -> None:
-        if (report := self._report) is not None:
-            try:
-                with torch.no_grad():
-                    self._f(report)
-            finally:
-                del report._optimizer, report._weights
+        if self._steps % self._every:
+            yield
+            return
+        is_measured = self._updates_every and self._steps % self._updates_every == 0
+        report = StepReport(self.optimizer, self._steps, Weights(self.optimizer) if is_measured else None)
+        yield
+        try:
+            with torch.no_grad():
+                self._f(report)
+        finally:
+            del report._optimizer, report._weights
 
 
 def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:

@@ -6,7 +6,8 @@ float32 value (O2) is the same only if its rest is the same, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,6 @@ class UpdateCheck(AroundStep):
         self._every, self._share = every, share
         self.steps = self._seen = 0
         self._lost: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._weights: Weights | None = None
         self._has_told = False
         super().__init__(optimizer, function)
 
@@ -143,19 +143,17 @@ class UpdateCheck(AroundStep):
         """The share of lost updates of each parameter, by name. Waits for the device."""
         return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._lost.items()})
 
-    def before(self) -> None:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         self._seen += 1
         is_measured = self._seen <= _FIRST or self._seen % self._every == 0
-        self._weights = Weights(self.optimizer) if is_measured else None
-
-    @torch.no_grad()
-    def after(self) -> None:
-        lost = self._weights.lost() if self._weights is not None else None
-        if lost:
-            self._count(lost)
-            if self.steps >= _FIRST and not self._has_told:
-                self._tell()
-        self._weights = None
+        weights = Weights(self.optimizer) if is_measured else None
+        yield
+        with torch.no_grad():
+            if weights is not None and (lost := weights.lost()):
+                self._count(lost)
+                if self.steps >= _FIRST and not self._has_told:
+                    self._tell()
 
     def _count(self, counts: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.steps += 1

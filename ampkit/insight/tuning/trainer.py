@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import itertools
 import math
+import operator
 import os
 import sys
 import time
@@ -144,7 +145,7 @@ class Trainer:
     def _free_bytes(self) -> int | None:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        is_known = hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names
+        is_known = "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ())
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if is_known else None
 
 
@@ -209,7 +210,7 @@ def load(place: str, name: str) -> Callable[[], Any]:
     else:
         module = importlib.import_module(place)
     try:
-        factory: Callable[[], Any] = functools.reduce(getattr, name.split("."), module)
+        factory: Callable[[], Any] = operator.attrgetter(name)(module)
     except AttributeError:
         raise NoFactory(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
     refuse_no_factory(factory, f"{name!r} of {os.path.basename(place)}")
