@@ -7,6 +7,7 @@ level. The script ends after some steps of its optimizers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import sys
@@ -34,8 +35,7 @@ from ..scripts import running
 from . import files
 from .around_step import is_skipped
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
-from .failures import in_words
-from .observed import observe
+from .observed import in_words, observe
 from .record.arithmetic import product_of
 from .record.reasons import EXACT, Regions
 from .repeating import unwatched
@@ -309,36 +309,35 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, with the paths of the modules."""
+    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, by the paths of the modules."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.dtypes: set[torch.dtype] = set()
-        self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is a number of rows
-        self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
+        self.off: dict[tuple[int, bool], Counter[str]] = {}  # by size, and whether it is a number of rows
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
-        if formula is not None and tensors_in(out)[0].dtype in CASTABLE:
-            product = formula(call.args, tensors_in(out)[0])
-            of = call.module or call.function.rpartition(".")[2]
-            self.flops += product.flops
-            if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
-                self.dtypes.add(tensors_in(out)[0].dtype)
-            for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
-                if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
-                    self.off[key] += product.flops
-                    self.paths.setdefault(key, {}).setdefault(pattern(of), set()).add(of)
+        if formula is None or (made := tensors_in(out)[0]).dtype not in CASTABLE:
+            return
+        product, of = formula(call.args, made), call.module or call.function.rpartition(".")[2]
+        self.flops += product.flops
+        if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
+            self.dtypes.add(made.dtype)
+        for size, is_rows in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
+            if size % _TENSOR_CORE and not (is_rows and size < _TENSOR_CORE):
+                self.off.setdefault((size, is_rows), Counter())[of] += product.flops
 
     def in_words(self) -> str:
         """Return the sizes to pad, most FLOPs first."""
         if not self.flops:
             return "no matrix product that a level casts"
         lines = []
-        for (size, is_rows), flops in self.off.most_common(4):
-            of = "" if is_rows else ", ".join(map(collapsed, self.paths[size, False].values()))
+        for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+            alike = itertools.groupby(sorted(flops, key=pattern), pattern)
+            of = ", ".join(collapsed({*paths}) for _, paths in alike)
             words = f"{size} rows" if is_rows else f"{size} in {of}"
-            share = percent(flops / self.flops)
+            share = percent(flops.total() / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
         return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))
 

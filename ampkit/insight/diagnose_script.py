@@ -25,9 +25,8 @@ from ..scripts import running
 from .around_step import is_skipped
 from .diagnose import Cure, Diagnosis, in_bfloat16
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
-from .failures import culprit_of
 from .finder import Culprit, Finder
-from .observed import observe
+from .observed import culprit_of, observe
 from .repeating import rule_of, unwatched
 from .sites import look
 from .trend import Trend

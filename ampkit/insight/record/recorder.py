@@ -272,17 +272,18 @@ class Recorder(Iterations, Watch):
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3
-        iterations = max(1, self.iterations)
+        iterations, session = max(1, self.iterations), current_session()
+        is_enabled = session is not None and session.plan.enabled
+        level = f"{session.plan.opt_level}: {session.plan.in_words()}" if is_enabled else "no session of ampkit"
         record = Record(
             calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
             casts=[(str(origin.name), number / iterations, size) for origin, (number, size) in self._casts.items()],
             iterations=iterations,
-            about=_about(),
+            about=f"{level}; torch {torch.__version__}",
             notes=self._notes,
         )
         record.advice = advise(record)
         if record.lower_precision is not None and computes_slowly_in(record.lower_precision):
-            session = current_session()
             casts = session is not None and session.plan.casts_calls
             cure = 'opt_level="O0"' if casts else "leave out its .half(), .bfloat16() or torch.autocast"
             record.notes.append(_SLOW.format(short(record.lower_precision), cure))
@@ -331,11 +332,3 @@ def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
     """Return the dtype that torch promotes these tensors to; 0-dim tensors count only if there are no others."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
-def _about() -> str:
-    session = current_session()
-    level = "no session of ampkit"
-    if session is not None and session.plan.enabled:
-        level = f"{session.plan.opt_level}: {session.plan.in_words()}"
-    return f"{level}; torch {torch.__version__}"

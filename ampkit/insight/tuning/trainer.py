@@ -70,12 +70,14 @@ class Trainer:
     def examine(self, steps: int) -> dict[str, Any]:
         losses: list[float] = []
         skipped, lost, total = 0, 0, 0
-        with _Peak() as peak:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        with profile(profile_memory=True) as measured:
             self._make()
             self._prepare(self.way)
             while len(losses) < min(steps, _STEPS_FOR_PEAK):
                 skipped += self._noted_step(losses)
-            peak.device = self.device
+        peak_bytes = _peak_bytes(measured, self.device)
         while len(losses) < steps:
             weights = Weights(self.optimizer) if len(losses) >= steps - _STEPS_FOR_UPDATES else None
             skipped += self._noted_step(losses)
@@ -84,7 +86,7 @@ class Trainer:
         share = lost / total if total else math.nan
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory to other processes
-        return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes}
+        return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak_bytes}
 
     def _make(self) -> None:
         self.model: Any = None  # freed before another is made
@@ -149,27 +151,14 @@ class Trainer:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if is_known else None
 
 
-class _Peak:
-    """A context that measures ``bytes``, the peak memory of new tensors on ``device``; None if torch does not count it."""
-
-    bytes: int | None = None
-    device = torch.device("cpu")
-
-    def __enter__(self) -> _Peak:
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
-        self._profile = profile(profile_memory=True)
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device)
-        elif self.device.type == "cpu":
-            events = self._profile.kineto_results.events()
-            changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-            self.bytes = max(itertools.accumulate(change for _, change in changes), default=0)
+def _peak_bytes(measured: profile, device: torch.device) -> int | None:
+    """Return the peak memory of new tensors on ``device``; None if torch does not count it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    events = [event for event in measured.kineto_results.events() if event.name() == "[memory]"]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
+    peak = max(itertools.accumulate(change for _, change in changes), default=0)
+    return peak if device.type == "cpu" else None
 
 
 # The factory
