@@ -15,6 +15,7 @@ import sysconfig
 import types
 from dataclasses import dataclass
 from itertools import islice
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -114,13 +115,8 @@ def _owner(file: str) -> str:
 
 def look_at(traceback: types.TracebackType | None) -> Site | None:
     """Return the user's innermost line in a traceback."""
-    site = None
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if _owner(code.co_filename) not in _PASSED_OVER:
-            site = _site(code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return site
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
+    return next((_site(*line) for line in reversed(lines) if _owner(line[0]) not in _PASSED_OVER), None)
 
 
 def hide_observers(error: BaseException) -> None:

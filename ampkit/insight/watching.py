@@ -10,7 +10,8 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,7 @@ class Watch(TorchDispatchMode, Listener):
     def __init__(self) -> None:
         super().__init__()
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # and their paths
-        self._running: dict[int, list[nn.Module]] = {}  # by thread
+        self._running = defaultdict[int, list[nn.Module]](list)  # by thread
         self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function and module, by number of the node
         self._newest: dict[int, int] = {}  # number of the newest node, by thread
         self._listening = ExitStack()
@@ -152,7 +153,7 @@ class Watch(TorchDispatchMode, Listener):
 
     @property
     def is_inside(self) -> bool:
-        return bool(self._running.get(threading.get_ident()))
+        return bool(self._running[threading.get_ident()])
 
     def on_module(self, module: nn.Module) -> None:
         """Handle a module that begins and is no submodule of an earlier one."""
@@ -184,11 +185,11 @@ class Watch(TorchDispatchMode, Listener):
             for path, part in module.named_modules():
                 self.modules.setdefault(part, path)
             self.on_module(module)
-        self._running.setdefault(threading.get_ident(), []).append(module)
+        self._running[threading.get_ident()].append(module)
 
     def forward_ends(self, module: nn.Module) -> None:
-        running = self._running.get(threading.get_ident())
-        if running and module in running:
+        running = self._running[threading.get_ident()]
+        if module in running:
             del running[running.index(module) :]
 
     @classmethod
@@ -211,7 +212,7 @@ class Watch(TorchDispatchMode, Listener):
             # The node is older than the watch: use the line that calls backward().
             return Call(op, args, kwargs, look(past_engine=True)[0], operator_name(op), "", node.name(), number)
         thread = threading.get_ident()
-        running = self._running.get(thread)
+        running = self._running[thread]
         module = self.modules[running[-1]] if running else ""
         function = function or operator_name(op)
         number = _newest_node() - 1
@@ -234,19 +235,15 @@ def operator_name(op: Any) -> str:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in tuples, lists and dicts; faster than `casting.tensors`, which handles more containers."""
-    tensors: list[torch.Tensor] = []
-    _gather((tree,), tensors)
-    return tensors
-
-
-def _gather(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
-    for value in values:
+    tensors, values = list[torch.Tensor](), [tree]
+    for value in values:  # which grow
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            _gather(value, tensors)
+            values.extend(value)
         elif isinstance(value, dict):
-            _gather(value.values(), tensors)
+            values.extend(value.values())
+    return tensors
 
 
 def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_PRECISION) -> Any:

@@ -252,8 +252,7 @@ class Recorder(Iterations, Watch):
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
-        running = self._running.get(threading.get_ident(), [])
-        return f"{name}: {self.reasons.why(call, row.dtype, arguments, running)}"
+        return f"{name}: {self.reasons.why(call, row.dtype, arguments, self._running[threading.get_ident()])}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
         origin = self._origins.of(tensor)
