@@ -7,7 +7,6 @@ level. The script ends after some steps of its optimizers.
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
 import sys
@@ -334,8 +333,8 @@ class _Products:
             return "no matrix product that a level casts"
         lines = []
         for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
-            alike = itertools.groupby(sorted(flops, key=pattern), pattern)
-            of = ", ".join(collapsed({*paths}) for _, paths in alike)
+            alike = {kind: {path for path in flops if pattern(path) == kind} for kind in map(pattern, flops)}
+            of = ", ".join(map(collapsed, alike.values()))
             words = f"{size} rows" if is_rows else f"{size} in {of}"
             share = percent(flops.total() / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")

@@ -44,7 +44,7 @@ class Standstill:
         self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
         self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
-        self._weights: Weights | None = None
+        self._weights: Weights
 
     def cut(self, words: str, site: Site | None) -> None:
         """Note a line that detaches from the graph. Lines without the word (``scale_loss``) are skipped, but for ``no_grad()``."""
@@ -69,9 +69,8 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        held = {
-            x.whole: x.param for model in models for x in gathered(model)
-        }  # an optimizer has the sharded parameters of FSDP2
+        # An optimizer has the sharded parameters of FSDP2.
+        held = {x.whole: x.param for model in models for x in gathered(model)}
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
@@ -102,15 +101,14 @@ class Standstill:
         return _ZERO
 
     def step_ends(self, optimizer: Any, is_taken: bool) -> None:
-        weights, self._weights = self._weights, None
         self._had_gradient = set()
         for param, why in self._current_why.items():
             # A factor that starts at 0 has not changed in a skipped step: zero gradients of the other factor prove nothing.
             self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
-        if weights is None or not is_taken:
+        if not is_taken:
             return
-        counts = weights.counts()
-        for weight in weights.list:
+        counts = self._weights.counts()
+        for weight in self._weights.list:
             if weight.name in counts:
                 dtype = weight.param.dtype if weight.rest is None else torch.float32
                 dtype = None if weight.param in self._subtracted else dtype

@@ -16,9 +16,9 @@ import tuned
 from helpers import ROOT
 
 import ampkit
+import ampkit.insight.tuning.tune as measuring
 from ampkit.__main__ import main
 from ampkit.insight.processes import WorkerError
-from ampkit.insight.tuning import measuring
 from ampkit.insight.tuning.report import ALIKE, WIDTH, Row, Tuning
 from ampkit.insight.tuning.trainer import checked, load, located
 from ampkit.insight.tuning.ways import Way, fused_in_words, optimizers_for

@@ -1,4 +1,4 @@
-"""The rows of a recording: plain data that recorder.py fills, and record.py, page.py and advice.py read."""
+"""The rows of a recording: plain data that recorder.py fills, and record.py and advice.py read."""
 
 from __future__ import annotations
 
