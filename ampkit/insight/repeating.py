@@ -43,18 +43,20 @@ class Repetition(Listener):
         self.backoff: float | None = None
         self._watch, self._on_module = watch, watch.on_module
         self._has_run_backward = False
-        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._undo = PatchSet()
+        self._params: dict[torch.Tensor, None] = {}  # whose gradients are removed
+        self._modules: set[nn.Module] = set()
 
     def run(self, iteration: Callable[[], Any]) -> None:
-        journal = Journal(self.keep)
-        with PatchSet() as undo:
+        with self._undo as undo:
             drop_casts()
             undo.callback(drop_casts)
-            undo.enter_context(_random_numbers_put_back())
-            undo.callback(self._put_back, journal)
+            undo.enter_context(torch.random.fork_rng())
+            undo.callback(random.setstate, random.getstate())
+            if numpy := sys.modules.get("numpy"):
+                undo.callback(numpy.random.set_state, numpy.random.get_state())
             self._take_over(undo)
-            with contextlib.suppress(_Ended), journal, self._watch:
+            with contextlib.suppress(_Ended), Journal(self.keep, undo), self._watch:
                 result = iteration()
                 if not self._has_run_backward:
                     with unwatched():
@@ -62,26 +64,22 @@ class Repetition(Listener):
 
     def keep(self, param: torch.Tensor) -> None:
         """Remove the gradient of a leaf until the end of the run."""
-        if param not in self._gradients:
-            self._gradients[param] = param.grad
+        if param not in self._params:
+            self._params[param] = None
+            self._undo.callback(setattr, param, "grad", param.grad)
             param.grad = None
 
     def keep_all(self, module: nn.Module) -> None:
         """Remove the gradients of a module and its submodules until the end; their buffers are restored too."""
-        if any(module is known for known, _ in self._buffers):
+        if module in self._modules:
             return
+        self._modules.update(module.modules())
         self._on_module(module)
         for param in module.parameters():
             self.keep(param)
-        self._buffers += [(part, dict(part._buffers)) for part in module.modules()]
-
-    def _put_back(self, journal: Journal) -> None:
-        journal.undo()
-        for param, grad in self._gradients.items():
-            param.grad = grad
-        for module, buffers in self._buffers:
-            for name, buffer in buffers.items():  # no update(): of a ScriptModule these are no dictionary
-                module._buffers[name] = buffer
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                self._undo.callback(part._buffers.__setitem__, name, buffer)
 
     def _take_over(self, patches: PatchSet) -> None:
         patches.enter_context(listening(self, steps, calls_of_torch))
@@ -102,7 +100,7 @@ class Repetition(Listener):
                     patches.set(wrapper, "master_params", _end)
 
     def _zero_grad(self, *_: Any, **__: Any) -> None:
-        for param in self._gradients:
+        for param in self._params:
             param.grad = None
 
     def step_begins(self, _: Any) -> None:
@@ -117,7 +115,7 @@ class Repetition(Listener):
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._watch.on_gradients([param.grad for param in self._gradients if param.grad is not None])
+            self._watch.on_gradients([param.grad for param in self._params if param.grad is not None])
 
     @contextlib.contextmanager
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:
@@ -135,16 +133,3 @@ def rule_of(scaler: Any) -> tuple[float, float | None, float]:
 
 def _end(*_: Any, **__: Any) -> None:
     raise _Ended
-
-
-@contextlib.contextmanager
-def _random_numbers_put_back() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy:
-                numpy.random.set_state(of_numpy)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ..dtypes import LOWER_PRECISION
 from ..events import Listener, forwards, listening
-from ..patching import SharedPatches
+from ..patching import SharedPatches, Undo
 from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node
@@ -293,18 +293,17 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
 
 
 class Journal(TorchDispatchMode):
-    """A dispatch mode that copies tensors before operators write to them, except those made inside; `undo` restores them.
+    """A dispatch mode that copies tensors before operators write to them, except those made inside; ``undo`` restores them.
 
     So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are copied,
     weights that it leaves alone are not. ``on_leaf`` gets each leaf tensor that operators read and that requires a gradient.
     """
 
-    def __init__(self, on_leaf: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, on_leaf: Callable[[torch.Tensor], Any], undo: Undo) -> None:
         super().__init__()
-        self._on_leaf = on_leaf
+        self._on_leaf, self._undo = on_leaf, undo
         self._made: set[int] = set()
         self._seen: set[tuple[Any, ...]] = set()
-        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # each tensor with a copy of its old values
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -315,14 +314,9 @@ class Journal(TorchDispatchMode):
             where = place(tensor)
             if where[0] not in self._made and where not in self._seen:
                 self._seen.add(where)
-                self._writes.append((tensor.detach(), tensor.detach().clone()))
+                # The latest is undone first: of two copies of the same memory, the earlier counts.
+                self._undo.callback(tensor.detach().copy_, tensor.detach().clone())
         out = op(*args, **kwargs)
         if not op._schema.is_mutable and not op.is_view:
             self._made.update(map(address, tensors_in(out)))
         return out
-
-    def undo(self) -> None:
-        with torch.no_grad():
-            while self._writes:  # the latest first: of two copies of the same memory, the earlier counts
-                tensor, before = self._writes.pop()
-                tensor.copy_(before)
