@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,7 +74,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     after a report on the part that ran.
     """
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
-        return _read_file(arguments.target)
+        return files.print_report(arguments.target)
     observer = Observer(arguments.iterations)
     code, error = observe(arguments, observer.watching())
     if error is not None and (words := in_words(error)):
@@ -88,17 +87,6 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if error is not None:
         raise error
     return code
-
-
-def _read_file(path: str) -> int:
-    """Print the report on a checkpoint. The exit code is 1 if training has lost something, 2 if the file cannot be read."""
-    try:
-        lines, has_lost = files.report(path)
-    except files.NotRead as error:
-        print(f"ampkit check: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return int(has_lost)
 
 
 class Observer(Watch, logging.Handler):

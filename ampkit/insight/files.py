@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import re
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -46,11 +47,16 @@ class NotRead(Exception):
     """An error that says why a file cannot be read."""
 
 
-def report(path: str) -> tuple[list[str], bool]:
-    """Return the lines to print, and whether training has lost something. Raises `NotRead`."""
+def print_report(path: str) -> int:
+    """Print what the file says. Return the exit code: 1 if training has lost something, 2 if the file cannot be read."""
+    try:
+        leaves = list(_leaves("", _read(Path(path))))
+    except NotRead as error:
+        print(f"ampkit check: {error}", file=sys.stderr)
+        return 2
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for name, value in _leaves("", _read(Path(path))):
+    for name, value in leaves:
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
     moments = {name: x for name, x in tensors.items() if _MOMENT.search(name)}
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
@@ -71,7 +77,8 @@ def report(path: str) -> tuple[list[str], bool]:
         ("written by", "; ".join(tools) or "no tool that leaves a mark"),
         *(("lost", words) for words in lost or ["nothing seen"]),
     ]
-    return [f"{path}: {len(tensors)} tensors", "", *columns(rows)], bool(lost)
+    print("\n".join([f"{path}: {len(tensors)} tensors", "", *columns(rows)]))
+    return int(bool(lost))
 
 
 # Losses of training

@@ -77,11 +77,8 @@ class Standstill:
             # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
                 self._first[param] = _sample(param).clone()
-        self._current_why = {
-            param: self._why_not(param, float(group.get("lr", 1.0)))
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
+        params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        self._current_why = {param: self._why_not(param, float(group.get("lr", 1.0))) for param, group in params}
         self._weights = Weights(optimizer, SAMPLE)
 
     def _why_not(self, param: Tensor, lr: float) -> str | None:

@@ -93,11 +93,8 @@ class Weights:
         return counts
 
     def _trained(self) -> list[tuple[_Weight, torch.Tensor]]:
-        return [
-            (weight, self._sample(weight.param.grad))
-            for weight in self.list
-            if weight.param.grad is not None and not is_sparse(weight.param.grad)
-        ]
+        gradients = ((weight, weight.param.grad) for weight in self.list)
+        return [(weight, self._sample(x)) for weight, x in gradients if x is not None and not is_sparse(x)]
 
     def _groups(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
         """Group the weights for `counts`: each alone, or samples of the same dtypes and device together."""

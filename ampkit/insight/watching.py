@@ -219,12 +219,10 @@ class Watch(TorchDispatchMode, Listener):
         if self._newest.get(thread) != number:
             self._newest[thread] = number
             self._forward[number] = site, function, module
-        if node is None:
-            return Call(op, args, kwargs, site, function, module, passed=passed)
-        if torch.is_grad_enabled():
-            return Call(op, args, kwargs, site, function, module, recomputed=True, passed=passed)
-        # Autograd runs code of the script without a graph: the backward of an autograd.Function, or a hook.
-        return Call(op, args, kwargs, site, function, module, node.name())
+        # Autograd runs code of the script: a recomputation, or without a graph the backward of an autograd.Function, or a hook.
+        recomputed = node is not None and torch.is_grad_enabled()
+        name = None if node is None or recomputed else node.name()
+        return Call(op, args, kwargs, site, function, module, name, recomputed=recomputed, passed=passed)
 
 
 @functools.cache
