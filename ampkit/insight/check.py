@@ -102,7 +102,7 @@ class Observer(Watch, logging.Handler):
         self.backward_passes = self.forward_passes = 0
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
-        self.as_it_is: Explanation | None = None  # after the first step of each optimizer
+        self.as_it_is: Explanation | None = None  # after the latest step, when moments exist
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
@@ -111,7 +111,6 @@ class Observer(Watch, logging.Handler):
         self.does = "float32"  # the precision that the script itself uses, in words
         self._enough = False
         self.unregistered: dict[nn.Module, str] = {}  # submodules that no model has registered, and their lines
-        self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
@@ -158,12 +157,8 @@ class Observer(Watch, logging.Handler):
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         with _unobserved():
-            is_taken = not (skipped or is_skipped(optimizer))
-            self.standstill.step_ends(optimizer, is_taken)
-            if optimizer not in self._looked_at:
-                self._look()
-                if is_taken:  # the moments exist now
-                    self._looked_at.add(optimizer)
+            self.standstill.step_ends(optimizer, not (skipped or is_skipped(optimizer)))
+            self._look()
         # Float16 weights may be frozen, and their gradients scaled by hand.
         is_float16 = self.does.endswith("in float16") and "weights" not in self.does
         if is_float16 and not self.has_scaler:
