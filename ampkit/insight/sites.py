@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import _ops
+from torch.utils import _python_dispatch
 
 from .. import events, patching
 from ..casting.engine import active_casting
@@ -48,14 +50,8 @@ _FOLDERS = {
         "stdlib": sysconfig.get_paths()["stdlib"],
     }.items()
 }
-_WATCHING = (
-    os.path.join(os.path.dirname(__file__), ""),
-    events.__file__,
-    patching.__file__,
-    reach.__file__,
-    os.path.join(_TORCH, "utils", "_python_dispatch.py"),
-    os.path.join(_TORCH, "_ops.py"),
-)
+_MODULES = (events, patching, reach, _ops, _python_dispatch)
+_WATCHING = (os.path.join(os.path.dirname(__file__), ""), *(module.__file__ for module in _MODULES))
 _PASSED_OVER = ("torch", "casting", "insight", "scripts", "ampkit", "stdlib")
 #: Classes of operators in `ast` whose method has another name.
 _OPERATORS = {"mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor"}
