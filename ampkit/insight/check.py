@@ -31,7 +31,6 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
-from .around_step import is_skipped
 from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
 from .observed import in_words, observe
 from .record.arithmetic import product_of
@@ -39,6 +38,7 @@ from .record.reasons import EXACT, Regions
 from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
+from .steps import is_skipped
 from .tuning.ways import fused, optimizers_for
 from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..insight.around_step import Named, named_params
-from ..insight.updates import UpdateCheck, Weights
+from ..insight.steps import UpdateCheck
+from ..insight.updates import Named, Weights, named_params
 from ..registry import unwrapped, wrapper_of
 
 #: The sampled elements of a parameter, the share of the time that sampling may take, and the number of parameters in the first
