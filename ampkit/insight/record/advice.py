@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ...devices import computes_slowly_in
-from .data import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow
-from .record import Record
+from .record import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Record
 
 #: Findings with smaller shares are left out.
 _LEAST = 0.01

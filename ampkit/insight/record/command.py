@@ -65,6 +65,7 @@ class _Window(Iterations):
     def iteration_ends(self) -> None:
         if self.iterations == self._skip:
             self.record = self._watching.enter_context(recording())
+            self._first = lambda: None  # from now on the optimizer that steps first in the recording counts
         elif self.iterations == self._last:
             self._watching.close()
             raise Enough

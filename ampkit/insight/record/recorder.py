@@ -32,9 +32,8 @@ from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import collapsed, pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, SUMS, CallRow, add
 from .reasons import Argument, Reasons
-from .record import Record
+from .record import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, SUMS, CallRow, Record, add
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX
