@@ -316,8 +316,8 @@ class _Products:
             return "no matrix product that a level casts"
         lines = []
         for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
-            alike = {kind: {path for path in flops if pattern(path) == kind} for kind in map(pattern, flops)}
-            of = ", ".join(map(collapsed, alike.values()))
+            kinds = dict.fromkeys(map(pattern, flops))
+            of = ", ".join(collapsed({path for path in flops if pattern(path) == kind}) for kind in kinds)
             words = f"{size} rows" if is_rows else f"{size} in {of}"
             share = percent(flops.total() / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
