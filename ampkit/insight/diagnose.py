@@ -63,18 +63,15 @@ class Diagnosis:
             return f"nothing found in {self.operations} operations{at}" + (f"; {self.note}" if self.note else "")
         lines = [f"{GIVEN}: {name}" for name in self.given]
         if (culprit := self.culprit) is not None:
-            of = " in backward" if culprit.backward else ""
-            dtype = short(culprit.dtype)
-            lines.append(f"{culprit.kind}{of}{at}")
-            if culprit.site is not None:
-                lines.append(f"  line      {culprit.site}  {culprit.source}".rstrip())
-            if culprit.op:
-                lines.append(f"  function  {culprit.function} ({culprit.op}), {dtype}")
-            if culprit.module:
-                lines.append(f"  module    {culprit.module}")
-            lines.append(f"  numbers   {culprit.evidence}")
-            when = ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows)))
-            lines += [f"  batch     {when}"] if when else []
+            lines.append(f"{culprit.kind}{' in backward' * culprit.backward}{at}")
+            rows = {
+                "line": culprit.site and f"{culprit.site}  {culprit.source}".rstrip(),
+                "function": culprit.op and f"{culprit.function} ({culprit.op}), {short(culprit.dtype)}",
+                "module": culprit.module,
+                "numbers": culprit.evidence,
+                "batch": ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows))),
+            }
+            lines += [f"  {label:<9} {text}" for label, text in rows.items() if text]
             lines += [f"  cure      {cure}" for cure in self.cures]
             lines += [f"  {line}" for line in self.note.splitlines()]
         return "\n".join(lines)

@@ -236,25 +236,17 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     elif lowered and not mastered:
         reason = "weights are in lower precision, without float32 values"
     elif mastered or plan.steps_in_one_pass:
-        wrapper = wrapper_of(optimizer) if treatment.is_live else None
-        if wrapper is not None:
+        if treatment.is_live and (wrapper := wrapper_of(optimizer)) is not None:
             why = choose(wrapper)[1]
         else:
             why = why_not_in_one_pass(optimizer, Traits.of(optimizer), params, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
-    if not lowered:
-        masters = "the weights"
-    else:
+    masters = "the weights"
+    if lowered:
         masters = f"{short(treatment.stored[lowered[0]])} weight + 16-bit rest" if mastered or has_rests else "none"
     with_rests = {param for param in lowered if param.requires_grad} if has_rests else mastered
-    return OptimizerRow(
-        kind=type(optimizer).__name__,
-        parameters=sum(param.numel() for param in params),
-        masters=masters,
-        step=step,
-        reason=reason,
-        bytes_per_parameter=_bytes(optimizer, params, with_rests, treatment),
-    )
+    number, each = sum(param.numel() for param in params), _bytes(optimizer, params, with_rests, treatment)
+    return OptimizerRow(type(optimizer).__name__, number, masters, step, reason, bytes_per_parameter=each)
 
 
 def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatment: Treatment) -> dict[str, float]:
