@@ -76,48 +76,47 @@ class Argument(NamedTuple):
     name: str
 
 
-class Reasons(Regions):
-    """A tracker of regions that gives the reason for the dtype of a call, by `why`."""
+def reason_of(
+    call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module], region: Region | None
+) -> str:
+    """Return the reason why the function of a call computes in ``dtype``, inside of ``running`` modules and the region."""
+    if dtype in EXACT:
+        return "as given"
+    engine = active_casting()
+    is_on = _is_cast_here(engine, region)
+    rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
+    is_wrapped = "casting" in call.passed
+    decides = is_on and rule is not None and rule.kind in _DECIDING
+    mixed = len({arg.dtype for arg in arguments if arg.dtype in CASTABLE}) > 1
+    was_cast = any(arg.dtype is not dtype for arg in arguments)
+    if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
+        return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
+    if not arguments:
+        return "as given"
+    if isinstance(call.kwargs.get("dtype"), torch.dtype):
+        return "dtype= at the call"
+    if kept := _kept_by(running):
+        return f"kept by keep_fp32={kept}"
+    if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
+        return f"region at {region.site}" if region.site else "a region without casts"
+    if decides and not mixed and not is_wrapped:
+        by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
+        return f"bound before initialize{by}"
+    of_autocast = _IN_AUTOCAST.get(name)
+    is_as_listed = of_autocast is not None and (of_autocast is CastKind.FP32) == (dtype is torch.float32)
+    if engine is None and was_cast and is_as_listed:
+        return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
+    if mixed and dtype not in LOWER_PRECISION:
+        widest = next((arg for arg in arguments if arg.dtype is dtype), None)
+        return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
+    return "cast inside of it" if was_cast and not mixed else "as given"
 
-    def why(self, call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module]) -> str:
-        """Return the reason why the function of a call computes in ``dtype``, inside of ``running`` modules."""
-        if dtype in EXACT:
-            return "as given"
-        engine, region = active_casting(), self.innermost
-        is_on = self._is_cast_here(engine, region)
-        rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
-        is_wrapped = "casting" in call.passed
-        decides = is_on and rule is not None and rule.kind in _DECIDING
-        mixed = len({arg.dtype for arg in arguments if arg.dtype in CASTABLE}) > 1
-        was_cast = any(arg.dtype is not dtype for arg in arguments)
-        if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
-            return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
-        if not arguments:
-            return "as given"
-        if isinstance(call.kwargs.get("dtype"), torch.dtype):
-            return "dtype= at the call"
-        if kept := _kept_by(running):
-            return f"kept by keep_fp32={kept}"
-        if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
-            return f"region at {region.site}" if region.site else "a region without casts"
-        if decides and not mixed and not is_wrapped:
-            by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
-            return f"bound before initialize{by}"
-        of_autocast = _IN_AUTOCAST.get(name)
-        is_as_listed = of_autocast is not None and (of_autocast is CastKind.FP32) == (dtype is torch.float32)
-        if engine is None and was_cast and is_as_listed:
-            return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
-        if mixed and dtype not in LOWER_PRECISION:
-            widest = next((arg for arg in arguments if arg.dtype is dtype), None)
-            return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
-        return "cast inside of it" if was_cast and not mixed else "as given"
 
-    @staticmethod
-    def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
-        """Whether casts are on for the call. torch.autocast's own state does not tell: it is off inside of an operator."""
-        if engine is None or region is not None:
-            return engine is not None and region.enabled
-        return engine.scope == "process" and not engine.leaves_out_this_thread
+def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
+    """Whether casts are on for the call. torch.autocast's own state does not tell: it is off inside of an operator."""
+    if engine is None or region is not None:
+        return engine is not None and region.enabled
+    return engine.scope == "process" and not engine.leaves_out_this_thread
 
 
 def _rule(engine: Casting | None, function: str) -> Any:

@@ -32,7 +32,7 @@ from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
 from ..words import collapsed, pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .reasons import Argument, Reasons
+from .reasons import Argument, Regions, reason_of
 from .record import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, SUMS, CallRow, Record, add
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
@@ -142,7 +142,7 @@ class Recorder(Iterations, Watch):
         self.record = Record()
         self._groups: dict[Any, _Group] = {}
         self._origins = WeakIdKeyDictionary()  # of the tensors that were made last, by their memory
-        self.reasons = Reasons()
+        self.regions = Regions()
         self._roots: list[nn.Module] = []
         self._casts: dict[_Origin, tuple[int, int]] = {}  # of weights: number of casts, and bytes of each
         self._promoted: dict[CallRow, str] = {}  # for rows with a promoted dtype: where it was promoted
@@ -326,7 +326,8 @@ class Recorder(Iterations, Watch):
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
-        return f"{name}: {self.reasons.why(call, row.dtype, arguments, self._running[threading.get_ident()])}"
+        running = self._running[threading.get_ident()]
+        return f"{name}: {reason_of(call, row.dtype, arguments, running, self.regions.innermost)}"
 
     def _argument(self, tensor: torch.Tensor, group: _Group) -> Argument:
         origin = self._origin(tensor)
@@ -388,7 +389,7 @@ def recording() -> Iterator[Record]:
         recorder = Recorder()
         patches.callback(recorder.finish)
         patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
-        recorder.reasons.watch(patches)
+        recorder.regions.watch(patches)
         for session in live_sessions:
             for model in session.models:
                 recorder.on_module(model)
