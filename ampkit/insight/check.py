@@ -1,8 +1,4 @@
-"""``ampkit check``: the first iterations of a script, and what each level would change in it; or a report on a checkpoint.
-
-`Observer` records the models and optimizers that run and the functions of torch that they call. `report` calls `explain` for each
-level. The script ends after some steps of its optimizers.
-"""
+"""``ampkit check``: the first iterations of a script, and what each level would change in it; or a report on a checkpoint."""
 
 from __future__ import annotations
 
@@ -127,10 +123,7 @@ class Observer(Watch, logging.Handler):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules with parameters that the script called, without wrappers and without submodules of one another.
-
-        Models that were passed to `initialize` come first, in its order.
-        """
+        """The models of `initialize`, and the modules with parameters that the script called, without wrappers and submodules."""
         models = list(self._initialized)
         for model in self.roots:
             while type(model).__name__ in _WRAPPERS:

@@ -162,10 +162,7 @@ def known(params: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 class Treatment:
-    """The storage of each parameter under a plan: as it is now if the session ``is_live``, else as it would be.
-
-    ``stored`` has its dtype, and ``rests`` the parameters with a rest.
-    """
+    """The dtypes in which a plan stores parameters, and which have ``rests``; as they are if the session ``is_live``."""
 
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live

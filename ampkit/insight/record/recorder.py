@@ -285,10 +285,7 @@ class Recorder(Iterations, Watch):
         return origin.source if is_for_this else tensor.dtype
 
     def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
-        """Whether a call of the function begins here: with its first product, or else its first operator.
-
-        In the backward pass a call begins with an autograd node, in an optimizer with a step.
-        """
+        """Whether a call begins: with the first product, or else operator; in backward with a node, in an optimizer with a step."""
         if group.phase is STEP:
             name, number = "step", self.begun
         else:

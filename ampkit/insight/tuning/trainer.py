@@ -1,7 +1,4 @@
-"""`Trainer`: trains the model of a factory in a single way, in a process of its own, and returns plain numbers.
-
-The factory is a function of a script: `located` says how another process imports it, and `checked` what it must return.
-"""
+"""`Trainer`: trains the model of a factory in a single way, in a process of its own, and returns plain numbers."""
 
 from __future__ import annotations
 
