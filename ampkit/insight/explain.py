@@ -100,11 +100,9 @@ class Explanation:
             lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
         if self.optimizers:
             rows = [("optimizer", "parameters", "float32 values", "step", "bytes per parameter")]
-            for optimizer in self.optimizers:
-                step = f"{optimizer.step} ({optimizer.reason})" if optimizer.reason else optimizer.step
-                rows.append(
-                    (optimizer.kind, f"{optimizer.parameters:,}", optimizer.masters, step, _in_bytes(optimizer))
-                )
+            for x in self.optimizers:
+                step = f"{x.step} ({x.reason})" if x.reason else x.step
+                rows.append((x.kind, f"{x.parameters:,}", x.masters, step, _in_bytes(x)))
             lines += ["", *columns(rows, right=(1,))]
         return "\n".join(lines)
 

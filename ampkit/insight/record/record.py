@@ -227,32 +227,6 @@ def _cut(text: str, most: int) -> str:
 # The page
 
 
-@dataclass
-class _Line:
-    """A line of source, with the rows recorded there, most time first."""
-
-    number: int
-    text: str
-    share: float = 0.0
-    rows: list[CallRow] = field(default_factory=list)
-
-    @property
-    def indent(self) -> int:
-        return len(self.text) - len(self.text.lstrip())
-
-    @property
-    def dtypes(self) -> list[str]:
-        return list(dict.fromkeys(short(row.dtype) for row in self.rows if row.dtype is not None))
-
-    @property
-    def remarks(self) -> list[str]:
-        """The reasons that say more than the dtype, and the sizes that keep Tensor Cores from running."""
-        ordinary = "as its forward", "as given", "numbers"
-        reasons = [row.reason for row in self.rows if not row.reason.endswith(ordinary)]
-        sizes = [row.tensor_cores.removeprefix("no: ") for row in self.rows if "no multiple of" in row.tensor_cores]
-        return list(dict.fromkeys(reasons + sizes))
-
-
 def _render(record: Record) -> str:
     """Render a `Record` as HTML. Raises ImportError if jinja2 is missing."""
     try:
@@ -276,15 +250,25 @@ def _files(record: Record) -> Iterator[dict[str, Any]]:
             files.setdefault(row.file, {}).setdefault(row.line, []).append(row)
     shares = {path: sum(record.share_of_time(row) for rows in files[path].values() for row in rows) for path in files}
     for path in sorted(files, key=lambda path: -shares[path]):
-        lines, source, stretches = files[path], linecache.getlines(path), list[list[_Line]]()
+        lines, source, stretches = files[path], linecache.getlines(path), list[list[dict[str, Any]]]()
         for number, text in enumerate(map(str.rstrip, source), start=1):
             if not any(abs(number - line) <= (_CONTEXT if text else 0) for line in lines):
                 continue
-            rows = lines.get(number, [])
-            line = _Line(number, text, sum(map(record.share_of_time, rows)), rows)
-            if stretches and stretches[-1][-1].number == number - 1:
+            line = _line_of(record, number, text, lines.get(number, []))
+            if stretches and stretches[-1][-1]["number"] == number - 1:
                 stretches[-1].append(line)
             else:
                 stretches.append([line])
         if stretches:
             yield {"name": os.path.basename(path), "share": shares[path], "stretches": stretches}
+
+
+def _line_of(record: Record, number: int, text: str, rows: list[CallRow]) -> dict[str, Any]:
+    """Return a line of source with its rows. Its remarks say more than the dtype, or which sizes keep Tensor Cores from running."""
+    ordinary = "as its forward", "as given", "numbers"
+    remarks = [row.reason for row in rows if not row.reason.endswith(ordinary)]
+    remarks += [row.tensor_cores.removeprefix("no: ") for row in rows if "no multiple of" in row.tensor_cores]
+    dtypes = dict.fromkeys(short(row.dtype) for row in rows if row.dtype is not None)
+    share, indent = sum(map(record.share_of_time, rows)), len(text) - len(text.lstrip())
+    about = {"dtypes": list(dtypes), "remarks": list(dict.fromkeys(remarks)), "share": share, "indent": indent}
+    return {"number": number, "text": text, "rows": rows, **about}

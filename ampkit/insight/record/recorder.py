@@ -253,7 +253,9 @@ class Recorder(Iterations, Watch):
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
-        dtype = out if is_told else _computes_in(floating) or out
+        # 0-dim tensors count only if there are no others.
+        promoted = {x.dtype for x in floating if x.dim()} or {x.dtype for x in floating}
+        dtype = out if is_told or not promoted else functools.reduce(torch.promote_types, promoted)
         is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
         if dtype is None and group.last is None and not is_read:  # indices and counts, before the floating-point work
             return group.waiting
@@ -392,12 +394,6 @@ def recording() -> Iterator[Record]:
                 recorder.on_module(model)
         patches.enter_context(recorder)
         yield recorder.record
-
-
-def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype that torch promotes these tensors to; 0-dim tensors count only if there are no others."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _rows_of(groups: Iterable[_Group]) -> Iterator[CallRow]:
