@@ -1,7 +1,7 @@
 """A repetition of an iteration without side effects: everything the iteration changes is restored, also after an exception.
 
-Restored are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
-`scale_loss` block only multiplies the loss here. The iteration ends when it unscales, clips or steps.
+Restored are tensors that operators write to, gradients, buffers, and the states of random number generators. So no model has to be
+copied. A `scale_loss` block only multiplies the loss here. The iteration ends when it unscales, clips or steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..iteration.optimizer_wrapper import drop_casts
 from ..iteration.reach import calls_of_torch
 from ..patching import PatchSet
 from ..registry import live_sessions, wrapper_of
-from .watching import Journal, Watch, tensors_in
+from .watching import Call, Watch, address, place, tensors_in
 
 
 class _Ended(BaseException):
@@ -46,6 +46,8 @@ class Repetition(Listener):
         self._undo = PatchSet()
         self._params: dict[torch.Tensor, None] = {}  # whose gradients are removed
         self._modules: set[nn.Module] = set()
+        self._made: set[int] = set()  # addresses of tensors that are made in the iteration
+        self._copied: set[tuple[Any, ...]] = set()  # places of tensors that are copied
 
     def run(self, iteration: Callable[[], Any]) -> None:
         with self._undo as undo:
@@ -56,7 +58,7 @@ class Repetition(Listener):
             if numpy := sys.modules.get("numpy"):
                 undo.callback(numpy.random.set_state, numpy.random.get_state())
             self._take_over(undo)
-            with contextlib.suppress(_Ended), Journal(self.keep, undo), self._watch:
+            with contextlib.suppress(_Ended), self._watch:
                 result = iteration()
                 if not self._has_run_backward:
                     with unwatched():
@@ -81,9 +83,26 @@ class Repetition(Listener):
             for name, buffer in part._buffers.items():
                 self._undo.callback(part._buffers.__setitem__, name, buffer)
 
+    def _around(self, original: Callable[[Call], Any], call: Call) -> Any:
+        """Run an operator. A tensor that it writes to is copied before, unless it was made in the iteration."""
+        for tensor in call.inputs():
+            if tensor.requires_grad and tensor.is_leaf:
+                self.keep(tensor)
+        for tensor in call.written():
+            where = place(tensor)
+            if where[0] not in self._made and where not in self._copied:
+                self._copied.add(where)
+                # The latest is undone first: of two copies of the same memory, the earlier counts.
+                self._undo.callback(tensor.detach().copy_, tensor.detach().clone())
+        out = original(call)
+        if not call.op._schema.is_mutable and not call.op.is_view:
+            self._made.update(map(address, tensors_in(out)))
+        return out
+
     def _take_over(self, patches: PatchSet) -> None:
         patches.enter_context(listening(self, steps, calls_of_torch))
         patches.set(self._watch, "on_module", self.keep_all)
+        patches.put_around(self._watch, "around", self._around)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():
                 patches.set(owner, name, _end)

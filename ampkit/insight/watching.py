@@ -1,7 +1,7 @@
 """A dispatch mode that passes every operator to its subclass as a `Call`: with its line, function and module.
 
 An operator of the backward pass has the line and the module of its forward. Autograd numbers its nodes in order: the newest number
-while an operator runs forward is that of its own node. `Journal` undoes writes of operators.
+while an operator runs forward is that of its own node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ..dtypes import LOWER_PRECISION
 from ..events import Listener, forwards, listening
-from ..patching import SharedPatches, Undo
+from ..patching import SharedPatches
 from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node
@@ -288,33 +288,3 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
         for place, argument in enumerate(op._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
     ]
-
-
-class Journal(TorchDispatchMode):
-    """A dispatch mode that copies tensors before operators write to them, except those made inside; ``undo`` restores them.
-
-    So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are copied,
-    weights that it leaves alone are not. ``on_leaf`` gets each leaf tensor that operators read and that requires a gradient.
-    """
-
-    def __init__(self, on_leaf: Callable[[torch.Tensor], Any], undo: Undo) -> None:
-        super().__init__()
-        self._on_leaf, self._undo = on_leaf, undo
-        self._made: set[int] = set()
-        self._seen: set[tuple[Any, ...]] = set()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad and tensor.is_leaf:
-                self._on_leaf(tensor)
-        for _, tensor in arguments_written(op, args, kwargs):
-            where = place(tensor)
-            if where[0] not in self._made and where not in self._seen:
-                self._seen.add(where)
-                # The latest is undone first: of two copies of the same memory, the earlier counts.
-                self._undo.callback(tensor.detach().copy_, tensor.detach().clone())
-        out = op(*args, **kwargs)
-        if not op._schema.is_mutable and not op.is_view:
-            self._made.update(map(address, tensors_in(out)))
-        return out
