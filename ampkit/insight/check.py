@@ -27,7 +27,7 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
-from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
+from .explain import Explanation, ModuleRow, explain, known
 from .observed import in_words, observe
 from .record.arithmetic import product_of
 from .record.reasons import EXACT, Regions
@@ -377,11 +377,12 @@ def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None 
     weights = {x.storage: f"{short(x.storage)}{' + 16-bit rest' * x.has_rest}" for x in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
+    steps = [f"{x.kind}: {x.step}" + f" ({x.reason})" * x.step.startswith("over") for x in explained.optimizers]
     totals = [all_bytes] if all_bytes is not None else [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
-        "; ".join(map(_step, explained.optimizers)) or "none",
+        "; ".join(steps) or "none",
         "; ".join(f"{total:.1f}" if total == total else "?" for total in totals),
         scale,
     )
@@ -422,11 +423,6 @@ def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, .
     )
     weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
     return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
-
-
-def _step(row: OptimizerRow) -> str:
-    reason = f" ({row.reason})" if row.step.startswith("over") else ""
-    return f"{row.kind}: {row.step}{reason}"
 
 
 def _most(calls: Counter[str]) -> str:

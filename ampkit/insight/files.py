@@ -66,7 +66,9 @@ def print_report(path: str) -> int:
     keys = [*tensors, *numbers]
     tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
     scales = [
-        f"{float(value):g} ({name})" for name, value in numbers.items() if _SCALES.search(name) and _is_number(value)
+        f"{float(x):g} ({name})"
+        for name, x in numbers.items()
+        if _SCALES.search(name) and isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
     ]
     scales += [f"{x.item():g} ({name})" for name, x in tensors.items() if _SCALES.search(name) and x.numel() == 1]
     rows = [
@@ -135,10 +137,6 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> str:
         sizes[x.dtype] += x.numel()
     shares = [f"{short(dtype)} {percent(size / max(1, sizes.total()))}" for dtype, size in sizes.most_common()]
     return f"{sizes.total():,} elements: {', '.join(shares)}" if sizes else "none"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:

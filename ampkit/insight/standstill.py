@@ -76,7 +76,7 @@ class Standstill:
         for param in (param for model in models for param in model.parameters()):
             # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
-                self._first[param] = _sample(param).clone()
+                self._first[param] = some(local(param.detach()), SAMPLE).clone()
         params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
         self._current_why = {param: self._why_not(param, float(group.get("lr", 1.0))) for param, group in params}
         self._weights = Weights(optimizer, SAMPLE)
@@ -162,7 +162,7 @@ class Standstill:
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)
-        return first is not None and not torch.equal(first, _sample(param).to(first.dtype))
+        return first is not None and not torch.equal(first, some(local(param.detach()), SAMPLE).to(first.dtype))
 
     def lost_in_lower_precision(self, models: Sequence[nn.Module]) -> Iterator[str]:
         names = _names_in(models)
@@ -201,7 +201,3 @@ def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
         of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
         names |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
     return names
-
-
-def _sample(param: Tensor) -> Tensor:
-    return some(local(param.detach()), SAMPLE)

@@ -7,6 +7,7 @@ It is derived from the policy of the engine, wrappers of ampkit in the Python st
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Regions:
     """A stack of regions per thread: ``innermost`` is the current one, from `watch` to the end of ``patches``."""
 
     def __init__(self) -> None:
-        self._by_thread: dict[int, list[Region]] = {}
+        self._by_thread = defaultdict[int, list[Region]](list)
 
     def watch(self, patches: PatchSet) -> None:
         for owner in (autocast_mode.autocast, state.Region):
@@ -56,15 +57,15 @@ class Regions:
 
     @property
     def innermost(self) -> Region | None:
-        return next(reversed(self._by_thread.get(threading.get_ident(), [])), None)
+        return next(reversed(self._by_thread[threading.get_ident()]), None)
 
     def _enter(self, original: Any, region: Any) -> Any:
         entered = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
-        self._by_thread.setdefault(threading.get_ident(), []).append(entered)
+        self._by_thread[threading.get_ident()].append(entered)
         return original(region)
 
     def _leave(self, original: Any, *error: Any) -> Any:
-        if regions := self._by_thread.get(threading.get_ident()):  # empty if the region began before the watch
+        if regions := self._by_thread[threading.get_ident()]:  # empty if the region began before the watch
             regions.pop()
         return original(*error)
 
