@@ -46,9 +46,8 @@ if _TYPE_CHECKING:
     from .insight.diagnose import diagnose
     from .insight.explain import explain
     from .insight.record.recorder import recording
-    from .insight.steps import loss_scale, on_step
+    from .insight.steps import check_updates, loss_scale, on_step
     from .insight.tuning.tune import tune
-    from .insight.updates import check_updates
     from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
     from .iteration.loss_scale import DynamicLossScale
     from .models.forward import cast_inputs
@@ -80,9 +79,8 @@ _HOMES = {
     "insight.diagnose": "diagnose",
     "insight.explain": "explain",
     "insight.record.recorder": "recording",
-    "insight.steps": "loss_scale on_step",
+    "insight.steps": "check_updates loss_scale on_step",
     "insight.tuning.tune": "tune",
-    "insight.updates": "check_updates",
     "integrations.grad_scaler": "GradScaler from_grad_scaler to_grad_scaler",
     "iteration.loss_scale": "DynamicLossScale",
     "models.forward": "cast_inputs",

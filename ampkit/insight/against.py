@@ -61,12 +61,9 @@ class Comparison:
         return bool(self.rows)
 
     def __str__(self) -> str:
-        lines = [
-            f"against float32, in {self.operations} operations: loss {self.loss:.2%}, gradients {self.gradient:.2%} off"
-        ]
-        if self.rows:
-            lines += ["  error     inputs'   line", *map(str, self.rows)]
-        return "\n".join(lines)
+        off = f"loss {self.loss:.2%}, gradients {self.gradient:.2%} off"
+        table = ["  error     inputs'   line", *map(str, self.rows)] if self.rows else []
+        return "\n".join([f"against float32, in {self.operations} operations: {off}", *table])
 
 
 def compare(iteration: Callable[[], Any]) -> Comparison:
@@ -76,9 +73,7 @@ def compare(iteration: Callable[[], Any]) -> Comparison:
     off = sum(float((grad - exact).square().sum()) for grad, exact in shadows.gradients) ** 0.5
     size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
     errors = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
-    rows = tuple(
-        sorted(shadows.rows.values(), key=lambda row: -row.excess if row.excess == row.excess else -float("inf"))
-    )
+    rows = tuple(sorted(shadows.rows.values(), key=lambda row: (row.excess == row.excess, -row.excess)))  # NaN first
     return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, errors, rows)
 
 

@@ -1,15 +1,10 @@
-"""``ampkit check``: the first iterations of a script, and what each level would change in it; or a report on a checkpoint.
-
-`Observer` records the models and optimizers that run and the functions of torch that they call. `report` calls `explain` for each
-level. The script ends after some steps of its optimizers.
-"""
+"""``ampkit check``: the first iterations of a script, and what each level would change in it; or a report on a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,15 +27,14 @@ from ..policy import CastKind, Policy
 from ..registry import current_session
 from ..scripts import running
 from . import files
-from .around_step import is_skipped
-from .explain import Explanation, ModuleRow, OptimizerRow, explain, known
-from .failures import in_words
-from .observed import observe
+from .explain import Explanation, ModuleRow, explain, known
+from .observed import in_words, observe
 from .record.arithmetic import product_of
 from .record.reasons import EXACT, Regions
 from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
+from .steps import is_skipped
 from .tuning.ways import fused, optimizers_for
 from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
@@ -76,7 +70,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     after a report on the part that ran.
     """
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
-        return _read_file(arguments.target)
+        return files.print_report(arguments.target)
     observer = Observer(arguments.iterations)
     code, error = observe(arguments, observer.watching())
     if error is not None and (words := in_words(error)):
@@ -89,17 +83,6 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if error is not None:
         raise error
     return code
-
-
-def _read_file(path: str) -> int:
-    """Print the report on a checkpoint. The exit code is 1 if training has lost something, 2 if the file cannot be read."""
-    try:
-        lines, has_lost = files.report(path)
-    except files.NotRead as error:
-        print(f"ampkit check: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return int(has_lost)
 
 
 class Observer(Watch, logging.Handler):
@@ -115,7 +98,7 @@ class Observer(Watch, logging.Handler):
         self.backward_passes = self.forward_passes = 0
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
-        self.as_it_is: Explanation | None = None  # after the first step of each optimizer
+        self.as_it_is: Explanation | None = None  # after the latest step, when moments exist
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
@@ -124,7 +107,6 @@ class Observer(Watch, logging.Handler):
         self.does = "float32"  # the precision that the script itself uses, in words
         self._enough = False
         self.unregistered: dict[nn.Module, str] = {}  # submodules that no model has registered, and their lines
-        self._looked_at: set[Any] = set()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
@@ -141,10 +123,7 @@ class Observer(Watch, logging.Handler):
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules with parameters that the script called, without wrappers and without submodules of one another.
-
-        Models that were passed to `initialize` come first, in its order.
-        """
+        """The models of `initialize`, and the modules with parameters that the script called, without wrappers and submodules."""
         models = list(self._initialized)
         for model in self.roots:
             while type(model).__name__ in _WRAPPERS:
@@ -171,12 +150,8 @@ class Observer(Watch, logging.Handler):
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
         with _unobserved():
-            is_taken = not (skipped or is_skipped(optimizer))
-            self.standstill.step_ends(optimizer, is_taken)
-            if optimizer not in self._looked_at:
-                self._look()
-                if is_taken:  # the moments exist now
-                    self._looked_at.add(optimizer)
+            self.standstill.step_ends(optimizer, not (skipped or is_skipped(optimizer)))
+            self._look()
         # Float16 weights may be frozen, and their gradients scaled by hand.
         is_float16 = self.does.endswith("in float16") and "weights" not in self.does
         if is_float16 and not self.has_scaler:
@@ -309,36 +284,35 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, with the paths of the modules."""
+    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, by the paths of the modules."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.dtypes: set[torch.dtype] = set()
-        self.off: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is a number of rows
-        self.paths: dict[tuple[int, bool], dict[str, set[str]]] = {}  # by pattern
+        self.off: dict[tuple[int, bool], Counter[str]] = {}  # by size, and whether it is a number of rows
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
-        if formula is not None and tensors_in(out)[0].dtype in CASTABLE:
-            product = formula(call.args, tensors_in(out)[0])
-            of = call.module or call.function.rpartition(".")[2]
-            self.flops += product.flops
-            if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
-                self.dtypes.add(tensors_in(out)[0].dtype)
-            for key in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
-                if key[0] % _TENSOR_CORE and not (key[1] and key[0] < _TENSOR_CORE):
-                    self.off[key] += product.flops
-                    self.paths.setdefault(key, {}).setdefault(pattern(of), set()).add(of)
+        if formula is None or (made := tensors_in(out)[0]).dtype not in CASTABLE:
+            return
+        product, of = formula(call.args, made), call.module or call.function.rpartition(".")[2]
+        self.flops += product.flops
+        if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
+            self.dtypes.add(made.dtype)
+        for size, is_rows in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
+            if size % _TENSOR_CORE and not (is_rows and size < _TENSOR_CORE):
+                self.off.setdefault((size, is_rows), Counter())[of] += product.flops
 
     def in_words(self) -> str:
         """Return the sizes to pad, most FLOPs first."""
         if not self.flops:
             return "no matrix product that a level casts"
         lines = []
-        for (size, is_rows), flops in self.off.most_common(4):
-            of = "" if is_rows else ", ".join(map(collapsed, self.paths[size, False].values()))
+        for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+            kinds = dict.fromkeys(map(pattern, flops))
+            of = ", ".join(collapsed({path for path in flops if pattern(path) == kind}) for kind in kinds)
             words = f"{size} rows" if is_rows else f"{size} in {of}"
-            share = percent(flops / self.flops)
+            share = percent(flops.total() / self.flops)
             lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
         return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))
 
@@ -403,11 +377,12 @@ def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None 
     weights = {x.storage: f"{short(x.storage)}{' + 16-bit rest' * x.has_rest}" for x in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
+    steps = [f"{x.kind}: {x.step}" + f" ({x.reason})" * x.step.startswith("over") for x in explained.optimizers]
     totals = [all_bytes] if all_bytes is not None else [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
-        "; ".join(map(_step, explained.optimizers)) or "none",
+        "; ".join(steps) or "none",
         "; ".join(f"{total:.1f}" if total == total else "?" for total in totals),
         scale,
     )
@@ -448,11 +423,6 @@ def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, .
     )
     weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
     return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
-
-
-def _step(row: OptimizerRow) -> str:
-    reason = f" ({row.reason})" if row.step.startswith("over") else ""
-    return f"{row.kind}: {row.step}{reason}"
 
 
 def _most(calls: Counter[str]) -> str:

@@ -22,15 +22,13 @@ from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.reach import calls_of_torch
 from ..scripts import running
-from .around_step import is_skipped
-from .cures import Cure, in_bfloat16
-from .diagnose import Diagnosis
+from .diagnose import Cure, Diagnosis, in_bfloat16
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
-from .failures import culprit_of
 from .finder import Culprit, Finder
-from .observed import observe
+from .observed import culprit_of, observe
 from .repeating import rule_of, unwatched
 from .sites import look
+from .steps import is_skipped
 from .trend import Trend
 from .watching import Call, Enough, Watch, address, tensors_in
 from .words import short

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,11 +100,9 @@ class Explanation:
             lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
         if self.optimizers:
             rows = [("optimizer", "parameters", "float32 values", "step", "bytes per parameter")]
-            for optimizer in self.optimizers:
-                step = f"{optimizer.step} ({optimizer.reason})" if optimizer.reason else optimizer.step
-                rows.append(
-                    (optimizer.kind, f"{optimizer.parameters:,}", optimizer.masters, step, _in_bytes(optimizer))
-                )
+            for x in self.optimizers:
+                step = f"{x.step} ({x.reason})" if x.reason else x.step
+                rows.append((x.kind, f"{x.parameters:,}", x.masters, step, _in_bytes(x)))
             lines += ["", *columns(rows, right=(1,))]
         return "\n".join(lines)
 
@@ -152,10 +150,8 @@ def _explanation(
     title: str, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool
 ) -> Explanation:
     treatment = Treatment(plan, models, optimizers, is_live)
-    prefixes = [f"model {i}: " for i in range(len(models))] if len(models) > 1 else [""]
-    modules = [row for prefix, model in zip(prefixes, models) for row in _module_rows(model, treatment, prefix)]
     rows = tuple(_optimizer_row(optimizer, treatment) for optimizer in optimizers)
-    return Explanation(title, tuple(_collapsed(modules)), rows)
+    return Explanation(title, tuple(_module_rows(models, treatment)), rows)
 
 
 def known(params: Iterable[Tensor | None]) -> list[Tensor]:
@@ -164,82 +160,70 @@ def known(params: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 class Treatment:
-    """The storage of each parameter under a plan: as it is now if the session ``is_live``, else as it would be."""
+    """The dtypes in which a plan stores parameters, and which have ``rests``; as they are if the session ``is_live``."""
 
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live
-        held = {param for optimizer in optimizers for param in params_of(optimizer)}
-        self._held = held if optimizers and plan.casts_calls and not plan.lowers_all else None
-        self._trained: set[Tensor] | None = None
-        self._kept = {}
-        self.in_float32: set[nn.Module] = set()
+        self._kept: dict[nn.Module, Kept] = {}
         for model in models if plan.enabled else ():
-            kept = Kept(model, plan, optimizers)
-            self._trained = kept.trained
-            self._kept.update(dict.fromkeys(model.modules(), kept))
-            self.in_float32.update(kept.in_float32())
+            self._kept.update(dict.fromkeys(model.modules(), Kept(model, plan, optimizers)))
+        self._in_float32 = {module for kept in {*self._kept.values()} for module in kept.in_float32()}
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
-        self._stored: dict[Tensor, torch.dtype] = {
-            param: self._storage(module, param)
-            for model in models
-            for module in model.modules()
-            for param in known(module._parameters.values())
-        }
+        held = {param for optimizer in optimizers for param in params_of(optimizer)}
+        stays = is_live or not plan.enabled
+        casts_held_only = bool(optimizers) and plan.casts_calls and not plan.lowers_all
+        self.stored: dict[Tensor, torch.dtype] = {}
+        for module in (module for model in models for module in model.modules()):
+            for param in known(module._parameters.values()):
+                self.stored[param] = torch.float32  # parameters in lower precision are converted to float32
+                if stays or param.dtype not in CASTABLE or (casts_held_only and param not in held):
+                    self.stored[param] = param.dtype
+                elif plan.casts_weights and self.why_kept(module, param) is None:
+                    self.stored[param] = plan.cast_model_type or torch.float32
+        trained = next((kept.trained for kept in self._kept.values()), None)
+        has_rests = plan.enabled and plan.master_weights
+        lower = {param for param, dtype in self.stored.items() if dtype in LOWER_PRECISION and has_rests}
+        self.rests = lower if trained is None else lower & trained
+        self.stored = {param: param.dtype for param in held} | self.stored
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
         """The reason why a parameter is not stored in lower precision; None if the plan stores it so, or gives no reason."""
         if not self.plan.enabled or not self.plan.casts_weights:
-            return "keep_fp32= names it" if module in self.in_float32 else None
+            return "keep_fp32= names it" if module in self._in_float32 else None
         if param.dtype not in CASTABLE:
             return f"{short(param.dtype)} is never cast"
         if module in self._sharded:
             return "FSDP2 shards it in float32 and gathers it in lower precision"
         return self._kept[module].why_kept(module, param)
 
-    def _storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
-        stays = self._held is not None and param not in self._held
-        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE or stays:
-            return param.dtype
-        if self.plan.casts_weights and self.why_kept(module, param) is None:
-            return self.plan.cast_model_type or torch.float32
-        return torch.float32  # parameters in lower precision are converted to float32
 
-    def stored(self, param: Tensor) -> torch.dtype:
-        return self._stored.get(param, param.dtype)
+def _module_rows(models: Sequence[nn.Module], treatment: Treatment) -> Iterator[ModuleRow]:
+    """Yield rows of modules that differ only in numbers of their names, named by ranges: ``layers.0-11.attention.q``.
 
-    def has_rest(self, param: Tensor) -> bool:
-        is_trained = param in self._stored and (self._trained is None or param in self._trained)
-        return is_trained and self.plan.enabled and self.plan.master_weights and self.stored(param) in LOWER_PRECISION
-
-
-def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Iterator[ModuleRow]:
-    """Yield a row for each module with parameters, or several if its parameters are treated differently."""
-    for prefix, module in model.named_modules():
-        named = [(name, param) for name, param in module._parameters.items() if known([param])]
-        treated: dict[tuple[torch.dtype, str | None, bool], list[tuple[str, Tensor]]] = {}
-        for name, param in named:
-            dtype = treatment.stored(param)
-            why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
-            treated.setdefault((dtype, why, treatment.has_rest(param)), []).append((name, param))
-        for (dtype, why, has_rest), params in treated.items():
-            name = prefix
-            if len(treated) > 1:
-                name = f"{prefix}.{', '.join(param_name for param_name, _ in params)}".lstrip(".")
-            yield ModuleRow(
-                name=of_model + printable(name),
-                kind=type(module).__name__,
-                modules=1,
-                parameters=sum(param.numel() for _, param in params),
-                storage=dtype,
-                has_rest=has_rest,
-                kept=why,
-            )
+    A module whose parameters are treated differently is in several rows.
+    """
+    groups: dict[Any, dict[str, int]] = {}
+    named = [(number, name, module) for number, model in enumerate(models) for name, module in model.named_modules()]
+    for number, prefix, module in named:
+        treated: dict[Any, dict[str, Tensor]] = {}
+        for name, param in module._parameters.items():
+            if known([param]):
+                dtype = treatment.stored[param]
+                why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
+                treated.setdefault((dtype, param in treatment.rests, why), {})[name] = param
+        for treated_alike, params in treated.items():
+            names = [prefix] * bool(prefix) + [", ".join(params)] * (len(treated) > 1)
+            name = f"model {number}: " * (len(models) > 1) + printable(".".join(names))
+            sizes = groups.setdefault((pattern(name), type(module).__name__, treated_alike), {})
+            sizes[name] = sum(param.numel() for param in params.values())
+    for (_, kind, treated_alike), sizes in groups.items():
+        yield ModuleRow(collapsed({*sizes}), kind, len(sizes), sum(sizes.values()), *treated_alike)
 
 
 def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     plan, params = treatment.plan, list(dict.fromkeys(known(params_of(optimizer))))
-    lowered = [param for param in params if treatment.stored(param) in LOWER_PRECISION]
-    mastered = {param for param in lowered if treatment.has_rest(param)}
+    lowered = [param for param in params if treatment.stored[param] in LOWER_PRECISION]
+    mastered = treatment.rests.intersection(lowered)
     step, reason = "its own", "weights are float32"
     has_rests = bool(lowered) and not mastered and getattr(optimizer, "rests", False)
     if has_rests:  # ampkit's fused optimizer, without a session
@@ -247,25 +231,17 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     elif lowered and not mastered:
         reason = "weights are in lower precision, without float32 values"
     elif mastered or plan.steps_in_one_pass:
-        wrapper = wrapper_of(optimizer) if treatment.is_live else None
-        if wrapper is not None:
+        if treatment.is_live and (wrapper := wrapper_of(optimizer)) is not None:
             why = choose(wrapper)[1]
         else:
             why = why_not_in_one_pass(optimizer, Traits.of(optimizer), params, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
-    if not lowered:
-        masters = "the weights"
-    else:
-        masters = f"{short(treatment.stored(lowered[0]))} weight + 16-bit rest" if mastered or has_rests else "none"
+    masters = "the weights"
+    if lowered:
+        masters = f"{short(treatment.stored[lowered[0]])} weight + 16-bit rest" if mastered or has_rests else "none"
     with_rests = {param for param in lowered if param.requires_grad} if has_rests else mastered
-    return OptimizerRow(
-        kind=type(optimizer).__name__,
-        parameters=sum(param.numel() for param in params),
-        masters=masters,
-        step=step,
-        reason=reason,
-        bytes_per_parameter=_bytes(optimizer, params, with_rests, treatment),
-    )
+    number, each = sum(param.numel() for param in params), _bytes(optimizer, params, with_rests, treatment)
+    return OptimizerRow(type(optimizer).__name__, number, masters, step, reason, bytes_per_parameter=each)
 
 
 def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatment: Treatment) -> dict[str, float]:
@@ -274,7 +250,7 @@ def _bytes(optimizer: Any, params: list[Tensor], with_rests: set[Tensor], treatm
     in_place = {torch.bfloat16: True, torch.float16: treatment.plan.loss_scale == 1.0}
     sums: Any = Counter(weights=0, rests=0, gradients=0, state=0)
     for param in params:
-        dtype, is_mastered = treatment.stored(param), treatment.has_rest(param)
+        dtype, is_mastered = treatment.stored[param], param in treatment.rests
         sums["weights"] += param.numel() * dtype.itemsize
         sums["rests"] += param.numel() * 2 * (param in with_rests)
         gradient_dtype = torch.float32 if is_mastered and not in_place[dtype] else dtype
@@ -310,19 +286,6 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
     if is_narrow and storage.state_dtype is torch.uint8:
         moment_bytes = packed_size(param.numel())
     return float(moment_bytes * _MOMENTS[kind](group))
-
-
-# Collapsed rows
-
-
-def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
-    """Merge rows whose names differ only in numbers, and name the result by ranges: ``layers.0-11.attention.q``."""
-    groups: dict[Any, list[ModuleRow]] = {}
-    for row in rows:
-        groups.setdefault(replace(row, name=pattern(row.name), parameters=0, modules=0), []).append(row)
-    for key, alike in groups.items():
-        parameters = sum(row.parameters for row in alike)
-        yield replace(key, name=collapsed({row.name for row in alike}), modules=len(alike), parameters=parameters)
 
 
 def _in_bytes(row: OptimizerRow) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import re
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -46,11 +47,16 @@ class NotRead(Exception):
     """An error that says why a file cannot be read."""
 
 
-def report(path: str) -> tuple[list[str], bool]:
-    """Return the lines to print, and whether training has lost something. Raises `NotRead`."""
+def print_report(path: str) -> int:
+    """Print what the file says. Return the exit code: 1 if training has lost something, 2 if the file cannot be read."""
+    try:
+        leaves = list(_leaves("", _read(Path(path))))
+    except NotRead as error:
+        print(f"ampkit check: {error}", file=sys.stderr)
+        return 2
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for name, value in _leaves("", _read(Path(path))):
+    for name, value in leaves:
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
     moments = {name: x for name, x in tensors.items() if _MOMENT.search(name)}
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
@@ -60,7 +66,9 @@ def report(path: str) -> tuple[list[str], bool]:
     keys = [*tensors, *numbers]
     tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
     scales = [
-        f"{float(value):g} ({name})" for name, value in numbers.items() if _SCALES.search(name) and _is_number(value)
+        f"{float(x):g} ({name})"
+        for name, x in numbers.items()
+        if _SCALES.search(name) and isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
     ]
     scales += [f"{x.item():g} ({name})" for name, x in tensors.items() if _SCALES.search(name) and x.numel() == 1]
     rows = [
@@ -71,7 +79,8 @@ def report(path: str) -> tuple[list[str], bool]:
         ("written by", "; ".join(tools) or "no tool that leaves a mark"),
         *(("lost", words) for words in lost or ["nothing seen"]),
     ]
-    return [f"{path}: {len(tensors)} tensors", "", *columns(rows)], bool(lost)
+    print("\n".join([f"{path}: {len(tensors)} tensors", "", *columns(rows)]))
+    return int(bool(lost))
 
 
 # Losses of training
@@ -128,10 +137,6 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> str:
         sizes[x.dtype] += x.numel()
     shares = [f"{short(dtype)} {percent(size / max(1, sizes.total()))}" for dtype, size in sizes.most_common()]
     return f"{sizes.total():,} elements: {', '.join(shares)}" if sizes else "none"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:

@@ -7,9 +7,8 @@ operator that makes NaN of a mask is a new origin. The origin of the loss, or of
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +54,14 @@ class Finder(Watch):
         self._origins: dict[int, Culprit | None] = {}
         self._widened: dict[int, torch.dtype] = {}  # results of casts to a wider dtype, and the dtype before
         self._mask: Culprit | None = None  # the first mask, for a loss that is -inf for no other reason
-        self._numbers = itertools.count()
         self._batch = 0  # batch size of the latest call of a model
         self.failed: tuple[Call, Exception] | None = None
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
         for session in live_sessions:
-            for optimizer in session.optimizers:
-                self._note_given(_moments(optimizer, session.name_of))
+            for param, state in (item for optimizer in session.optimizers for item in optimizer.state.items()):
+                named = ((f"{name!r} of the optimizer for {session.name_of(param)}", x) for name, x in state.items())
+                self._note_given((name, x) for name, x in named if isinstance(x, torch.Tensor))
         run = Repetition(self, factor)
         run.run(iteration)
         return run
@@ -142,11 +141,9 @@ class Finder(Watch):
         written = arguments_written(call.op, call.args, call.kwargs)
         is_of_no_row = call.backward or any(x is bad for name, x in written if name in STATISTICS)
         rows = "" if is_of_no_row else _rows(bad, self._batch)
-        order = next(self._numbers)
         cast_from = next((dtype for x in call.inputs() if (dtype := self._widened.get(address(x)))), None)
-        return Culprit(
-            kind, evidence, **call.where(), dtype=bad.dtype, order=order, needed=needed, rows=rows, cast_from=cast_from
-        )
+        about = {"dtype": bad.dtype, "order": self.operations, "needed": needed, "rows": rows, "cast_from": cast_from}
+        return Culprit(kind, evidence, **call.where(), **about)
 
     def forget(self) -> None:
         """Clear all origins at the end of an iteration, when its graph and its tensors are gone."""
@@ -195,10 +192,3 @@ def _count_non_finite(tensor: torch.Tensor) -> str:
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     counts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(counts)} among {values.numel()} elements"
-
-
-def _moments(optimizer: Any, name_of: Callable[[torch.Tensor], str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for param, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name!r} of the optimizer for {name_of(param)}", value

@@ -31,14 +31,12 @@ def from_command_line(_arguments: argparse.Namespace) -> int:
 def facts() -> list[tuple[str, str]]:
     kernels = implementation()
     slow = "" if has_instructions_for(torch.bfloat16) else ", no instructions for bfloat16: products are slow"
+    threads = f"{torch.get_num_threads()} threads{slow}"
     lines = [
         ("ampkit", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
-        (
-            "CPU",
-            f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads{slow}",
-        ),
+        ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads}"),
     ]
     for i in range(torch.cuda.device_count()):
         lines.append((f"cuda:{i}", torch.cuda.get_device_name(i)))

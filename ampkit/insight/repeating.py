@@ -1,7 +1,7 @@
 """A repetition of an iteration without side effects: everything the iteration changes is restored, also after an exception.
 
-Restored are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
-`scale_loss` block only multiplies the loss here. The iteration ends when it unscales, clips or steps.
+Restored are tensors that operators write to, gradients, buffers, and the states of random number generators. So no model has to be
+copied. A `scale_loss` block only multiplies the loss here. The iteration ends when it unscales, clips or steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..iteration.optimizer_wrapper import drop_casts
 from ..iteration.reach import calls_of_torch
 from ..patching import PatchSet
 from ..registry import live_sessions, wrapper_of
-from .watching import Journal, Watch, tensors_in
+from .watching import Call, Watch, address, place, tensors_in
 
 
 class _Ended(BaseException):
@@ -43,18 +43,22 @@ class Repetition(Listener):
         self.backoff: float | None = None
         self._watch, self._on_module = watch, watch.on_module
         self._has_run_backward = False
-        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._undo = PatchSet()
+        self._params: dict[torch.Tensor, None] = {}  # whose gradients are removed
+        self._modules: set[nn.Module] = set()
+        self._made: set[int] = set()  # addresses of tensors that are made in the iteration
+        self._copied: set[tuple[Any, ...]] = set()  # places of tensors that are copied
 
     def run(self, iteration: Callable[[], Any]) -> None:
-        journal = Journal(self.keep)
-        with PatchSet() as undo:
+        with self._undo as undo:
             drop_casts()
             undo.callback(drop_casts)
-            undo.enter_context(_random_numbers_put_back())
-            undo.callback(self._put_back, journal)
+            undo.enter_context(torch.random.fork_rng())
+            undo.callback(random.setstate, random.getstate())
+            if numpy := sys.modules.get("numpy"):
+                undo.callback(numpy.random.set_state, numpy.random.get_state())
             self._take_over(undo)
-            with contextlib.suppress(_Ended), journal, self._watch:
+            with contextlib.suppress(_Ended), self._watch:
                 result = iteration()
                 if not self._has_run_backward:
                     with unwatched():
@@ -62,29 +66,43 @@ class Repetition(Listener):
 
     def keep(self, param: torch.Tensor) -> None:
         """Remove the gradient of a leaf until the end of the run."""
-        if param not in self._gradients:
-            self._gradients[param] = param.grad
+        if param not in self._params:
+            self._params[param] = None
+            self._undo.callback(setattr, param, "grad", param.grad)
             param.grad = None
 
     def keep_all(self, module: nn.Module) -> None:
         """Remove the gradients of a module and its submodules until the end; their buffers are restored too."""
-        if any(module is known for known, _ in self._buffers):
+        if module in self._modules:
             return
+        self._modules.update(module.modules())
         self._on_module(module)
         for param in module.parameters():
             self.keep(param)
-        self._buffers += [(part, dict(part._buffers)) for part in module.modules()]
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                self._undo.callback(part._buffers.__setitem__, name, buffer)
 
-    def _put_back(self, journal: Journal) -> None:
-        journal.undo()
-        for param, grad in self._gradients.items():
-            param.grad = grad
-        for module, buffers in self._buffers:
-            module._buffers.update(buffers)
+    def _around(self, original: Callable[[Call], Any], call: Call) -> Any:
+        """Run an operator. A tensor that it writes to is copied before, unless it was made in the iteration."""
+        for tensor in call.inputs():
+            if tensor.requires_grad and tensor.is_leaf:
+                self.keep(tensor)
+        for tensor in call.written():
+            where = place(tensor)
+            if where[0] not in self._made and where not in self._copied:
+                self._copied.add(where)
+                # The latest is undone first: of two copies of the same memory, the earlier counts.
+                self._undo.callback(tensor.detach().copy_, tensor.detach().clone())
+        out = original(call)
+        if not call.op._schema.is_mutable and not call.op.is_view:
+            self._made.update(map(address, tensors_in(out)))
+        return out
 
     def _take_over(self, patches: PatchSet) -> None:
         patches.enter_context(listening(self, steps, calls_of_torch))
         patches.set(self._watch, "on_module", self.keep_all)
+        patches.put_around(self._watch, "around", self._around)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():
                 patches.set(owner, name, _end)
@@ -101,7 +119,7 @@ class Repetition(Listener):
                     patches.set(wrapper, "master_params", _end)
 
     def _zero_grad(self, *_: Any, **__: Any) -> None:
-        for param in self._gradients:
+        for param in self._params:
             param.grad = None
 
     def step_begins(self, _: Any) -> None:
@@ -116,7 +134,7 @@ class Repetition(Listener):
 
     def backward_ends(self) -> None:
         with unwatched():
-            self._watch.on_gradients([param.grad for param in self._gradients if param.grad is not None])
+            self._watch.on_gradients([param.grad for param in self._params if param.grad is not None])
 
     @contextlib.contextmanager
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:
@@ -134,16 +152,3 @@ def rule_of(scaler: Any) -> tuple[float, float | None, float]:
 
 def _end(*_: Any, **__: Any) -> None:
     raise _Ended
-
-
-@contextlib.contextmanager
-def _random_numbers_put_back() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy:
-                numpy.random.set_state(of_numpy)

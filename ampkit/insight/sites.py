@@ -15,10 +15,13 @@ import sysconfig
 import types
 from dataclasses import dataclass
 from itertools import islice
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import _ops
+from torch.utils import _python_dispatch
 
 from .. import events, patching
 from ..casting.engine import active_casting
@@ -47,14 +50,8 @@ _FOLDERS = {
         "stdlib": sysconfig.get_paths()["stdlib"],
     }.items()
 }
-_WATCHING = (
-    os.path.join(os.path.dirname(__file__), ""),
-    events.__file__,
-    patching.__file__,
-    reach.__file__,
-    os.path.join(_TORCH, "utils", "_python_dispatch.py"),
-    os.path.join(_TORCH, "_ops.py"),
-)
+_MODULES = (events, patching, reach, _ops, _python_dispatch)
+_WATCHING = (os.path.join(os.path.dirname(__file__), ""), *(module.__file__ for module in _MODULES))
 _PASSED_OVER = ("torch", "casting", "insight", "scripts", "ampkit", "stdlib")
 #: Classes of operators in `ast` whose method has another name.
 _OPERATORS = {"mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor"}
@@ -114,13 +111,8 @@ def _owner(file: str) -> str:
 
 def look_at(traceback: types.TracebackType | None) -> Site | None:
     """Return the user's innermost line in a traceback."""
-    site = None
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if _owner(code.co_filename) not in _PASSED_OVER:
-            site = _site(code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return site
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
+    return next((_site(*line) for line in reversed(lines) if _owner(line[0]) not in _PASSED_OVER), None)
 
 
 def hide_observers(error: BaseException) -> None:

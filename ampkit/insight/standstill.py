@@ -41,12 +41,10 @@ class Standstill:
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # a sample of each parameter, before the first step
         self._before_norm: dict[Tensor, Tensor] = {}  # biases before a norm, each with the weight of its layer
-        self._held: dict[Tensor, Tensor] = {}  # gathered parameters of FSDP2, each with its sharded one
-        self._looked_up: set[nn.Module] = set()  # models whose parameters are in `_held`
         self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
         self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
-        self._weights: Weights | None = None
+        self._weights: Weights
 
     def cut(self, words: str, site: Site | None) -> None:
         """Note a line that detaches from the graph. Lines without the word (``scale_loss``) are skipped, but for ``no_grad()``."""
@@ -71,22 +69,16 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        for model in models if self._before_norm else ():
-            if model not in self._looked_up:
-                self._looked_up.add(model)
-                self._held.update((x.whole, x.param) for x in gathered(model) if x.whole is not None)
-        held = self._held
+        # An optimizer has the sharded parameters of FSDP2.
+        held = {x.whole: x.param for model in models for x in gathered(model)}
         pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
         self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
             # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
-                self._first[param] = _sample(param).clone()
-        self._current_why = {
-            param: self._why_not(param, float(group.get("lr", 1.0)))
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
+                self._first[param] = some(local(param.detach()), SAMPLE).clone()
+        params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        self._current_why = {param: self._why_not(param, float(group.get("lr", 1.0))) for param, group in params}
         self._weights = Weights(optimizer, SAMPLE)
 
     def _why_not(self, param: Tensor, lr: float) -> str | None:
@@ -106,17 +98,16 @@ class Standstill:
         return _ZERO
 
     def step_ends(self, optimizer: Any, is_taken: bool) -> None:
-        weights, self._weights = self._weights, None
         self._had_gradient = set()
         for param, why in self._current_why.items():
             # A factor that starts at 0 has not changed in a skipped step: zero gradients of the other factor prove nothing.
             self._why.setdefault(param, []).append(why if is_taken or why is not _ZERO else None)
-        if weights is None or not is_taken:
+        if not is_taken:
             return
-        counts = weights.counts()
-        for weight in weights.list:
+        counts = self._weights.counts()
+        for weight in self._weights.list:
             if weight.name in counts:
-                dtype = weight.param.dtype if weight.rest_of is None else torch.float32
+                dtype = weight.param.dtype if weight.rest is None else torch.float32
                 dtype = None if weight.param in self._subtracted else dtype
                 of_params = self.lost.setdefault((type(optimizer).__name__, dtype), {})
                 lost, total = of_params.get(weight.param, (0, 0))
@@ -171,7 +162,7 @@ class Standstill:
 
     def _has_moved(self, param: Tensor) -> bool:
         first = self._first.get(param)
-        return first is not None and not torch.equal(first, _sample(param).to(first.dtype))
+        return first is not None and not torch.equal(first, some(local(param.detach()), SAMPLE).to(first.dtype))
 
     def lost_in_lower_precision(self, models: Sequence[nn.Module]) -> Iterator[str]:
         names = _names_in(models)
@@ -210,7 +201,3 @@ def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
         of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
         names |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
     return names
-
-
-def _sample(param: Tensor) -> Tensor:
-    return some(local(param.detach()), SAMPLE)

@@ -1,21 +1,77 @@
-"""`on_step`: a report of each step of an optimizer, in plain numbers; `loss_scale`: the current loss scale."""
+"""`on_step`: a report of each step of an optimizer, in plain numbers; `check_updates`: the updates that rounding loses.
+
+Both wrap ``optimizer.step``, also the patch of `ampkit.initialize`: they see gradients and weights as a script sees them.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from .. import kernels, validation
+from ..api import step_was_skipped
+from ..dtypes import LOWER_PRECISION
+from ..errors import ConfigurationError
 from ..iteration.found_inf import values_of
+from ..logs import logger, printable
 from ..optimizers.scales import moved_to
+from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
 from ..sharding import is_sharded, local, norm_over_processes
-from .around_step import AroundStep, is_skipped, named_params, to_host
-from .updates import Weights
+from .updates import Weight, Weights, named_params, to_host
+from .words import short
+
+#: The first steps are all measured, so that a warning comes soon.
+_FIRST = 5
+
+
+class AroundStep:
+    """A wrapper that runs every ``optimizer.step()``, skipped ones included, inside of `around`, until `remove`.
+
+    ``function`` is the name of the public function for error messages.
+    """
+
+    def __init__(self, optimizer: Any, function: str) -> None:
+        self.optimizer = validation.optimizer(optimizer, function)
+        self._function, self._wrapper = function, wrapper_of(self.optimizer)
+        self._patches, self._is_active = PatchSet(), True
+        self._put_around(self.optimizer.step)
+
+    def around(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Stop observing steps, and restore ``optimizer.step``."""
+        self._is_active = False
+        self._patches.restore()
+
+    def _put_around(self, original: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
+                raise ConfigurationError(
+                    f"{self._function}() was called before initialize(), whose steps it cannot see. Call {self._function}() "
+                    "after initialize()."
+                )
+            with self.around():
+                return original(*args, **kwargs)
+
+        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
+
+
+def is_skipped(optimizer: Any) -> bool:
+    """Whether the step that ends was skipped. With torch.amp.GradScaler torch's fused optimizers skip on the device, by a flag."""
+    flag = getattr(optimizer, "found_inf", None)
+    return step_was_skipped(optimizer) or (flag is not None and bool(flag))
 
 
 class StepReport:
@@ -117,24 +173,22 @@ class StepReport:
 class _OnStep(AroundStep):
     def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
         self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
-        self._report: StepReport | None = None
         super().__init__(optimizer, "on_step")
 
-    def before(self) -> None:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         self._steps += 1
-        self._report = None
-        if self._steps % self._every == 0:
-            is_measured = self._updates_every and self._steps % self._updates_every == 0
-            weights = Weights(self.optimizer) if is_measured else None
-            self._report = StepReport(self.optimizer, self._steps, weights)
-
-    def after(self) -> None:
-        if (report := self._report) is not None:
-            try:
-                with torch.no_grad():
-                    self._f(report)
-            finally:
-                del report._optimizer, report._weights
+        if self._steps % self._every:
+            yield
+            return
+        is_measured = self._updates_every and self._steps % self._updates_every == 0
+        report = StepReport(self.optimizer, self._steps, Weights(self.optimizer) if is_measured else None)
+        yield
+        try:
+            with torch.no_grad():
+                self._f(report)
+        finally:
+            del report._optimizer, report._weights
 
 
 def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:
@@ -159,6 +213,92 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     if every < 1 or updates_every < 0:
         raise ValueError(f"on_step: every={every}, updates_every={updates_every}; expected at least 1, and at least 0.")
     return _OnStep(optimizer, f, every, updates_every)
+
+
+class UpdateCheck(AroundStep):
+    """The result of `check_updates`: figures so far, and `remove`.
+
+    ``steps`` counts the measured steps. ``shares`` has the share of updates that were lost in them, by name. ``print`` it.
+    """
+
+    def __init__(self, optimizer: Any, every: int, share: float, function: str = "check_updates") -> None:
+        self._every, self._share = every, share
+        self.steps = self._seen = 0
+        self._lost: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._has_told = False
+        super().__init__(optimizer, function)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of lost updates of each parameter, by name. Waits for the device."""
+        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._lost.items()})
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        self._seen += 1
+        is_measured = self._seen <= _FIRST or self._seen % self._every == 0
+        weights = Weights(self.optimizer) if is_measured else None
+        yield
+        with torch.no_grad():
+            if weights is not None and (lost := weights.lost()):
+                self._count(lost)
+                if self.steps >= _FIRST and not self._has_told:
+                    self._tell()
+
+    def _count(self, counts: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.steps += 1
+        for name, (lost, total) in counts.items():
+            lost_before, total_before = self._lost.get(name, (0, 0))
+            self._lost[name] = lost + lost_before, total + total_before
+
+    def _tell(self) -> None:
+        shares = {name: share for name, share in self.shares.items() if share > self._share}
+        if not shares:
+            return
+        self._has_told = True
+        worst = max(shares, key=lambda name: shares[name])
+        weight = next(weight for weight in Weights(self.optimizer, 64).list if weight.name == worst)
+        lost = f"{shares[worst]:.0%} of the updates of {worst!r} ({short(weight.param.dtype)}, lr {weight.lr:g})"
+        more = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
+        more *= len(shares) > 1
+        logger.warning("%s were lost in %d steps%s: %s", lost, self.steps, more, _cure(weight))
+
+    def __str__(self) -> str:
+        worst_first = sorted(self.shares.items(), key=lambda item: -item[1])
+        lines = [f"  {share:7.2%}  {printable(name)}" for name, share in worst_first]
+        return "\n".join([f"updates lost in {self.steps} steps", *lines])
+
+
+def _cure(weight: Weight) -> str:
+    dtype = weight.param.dtype
+    if weight.rest is not None or dtype not in LOWER_PRECISION:
+        return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
+    level = "O5" if dtype is torch.bfloat16 else "O2"
+    cost = "+2 bytes per parameter, and moments in float32"
+    cure = f'initialize(model, optimizer, opt_level="{level}") trains their float32 values ({cost})'
+    if dtype is torch.bfloat16:
+        cure += '; without these, rounding="stochastic" of ampkit.optimizers loses none on average'
+    return f"weights in {short(dtype)} without masters. {cure}."
+
+
+def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> UpdateCheck:
+    """Measure at the following steps how many updates rounding loses, and warn of tensors that lose more than a ``share``.
+
+    >>> check = ampkit.check_updates(optimizer)  # warns after five steps, and names the cure
+    >>> print(check)
+    updates lost in 5 steps
+      100.00%  norm.weight
+       97.31%  proj.weight
+
+    It takes any optimizer and model, initialized or not; call it after `initialize`. Measured are the first five steps and then
+    every ``every``-th one; these take a copy of the weights and a pass over them. The warning comes once. What is returned has
+    ``shares``, by name, ``steps``, and ``remove()``.
+
+    Raises TypeError for what is no optimizer, and ValueError for an ``every`` below 1 or a ``share`` outside of 0 to 1.
+    """
+    if every < 1 or not 0 <= share <= 1:
+        raise ValueError(f"check_updates: every={every}, share={share}; expected at least 1, and from 0 to 1.")
+    return UpdateCheck(optimizer, every, share)
 
 
 def loss_scale(optimizer: Any, loss_id: int = 0) -> float:

@@ -1,7 +1,7 @@
 """A dispatch mode that passes every operator to its subclass as a `Call`: with its line, function and module.
 
 An operator of the backward pass has the line and the module of its forward. Autograd numbers its nodes in order: the newest number
-while an operator runs forward is that of its own node. `Journal` undoes writes of operators.
+while an operator runs forward is that of its own node.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,7 @@ class Watch(TorchDispatchMode, Listener):
     def __init__(self) -> None:
         super().__init__()
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # and their paths
-        self._running: dict[int, list[nn.Module]] = {}  # by thread
+        self._running = defaultdict[int, list[nn.Module]](list)  # by thread
         self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function and module, by number of the node
         self._newest: dict[int, int] = {}  # number of the newest node, by thread
         self._listening = ExitStack()
@@ -152,7 +153,7 @@ class Watch(TorchDispatchMode, Listener):
 
     @property
     def is_inside(self) -> bool:
-        return bool(self._running.get(threading.get_ident()))
+        return bool(self._running[threading.get_ident()])
 
     def on_module(self, module: nn.Module) -> None:
         """Handle a module that begins and is no submodule of an earlier one."""
@@ -166,8 +167,8 @@ class Watch(TorchDispatchMode, Listener):
 
     def statistics(self) -> list[torch.Tensor]:
         """Return the running means and variances of batch norms."""
-        buffers = (module._buffers.get(name) for module in list(self.modules) for name in STATISTICS)
-        return [buffer for buffer in buffers if buffer is not None]
+        buffers = (pair for module in list(self.modules) for pair in module.named_buffers(recurse=False))
+        return [buffer for name, buffer in buffers if name in STATISTICS]
 
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
@@ -184,11 +185,11 @@ class Watch(TorchDispatchMode, Listener):
             for path, part in module.named_modules():
                 self.modules.setdefault(part, path)
             self.on_module(module)
-        self._running.setdefault(threading.get_ident(), []).append(module)
+        self._running[threading.get_ident()].append(module)
 
     def forward_ends(self, module: nn.Module) -> None:
-        running = self._running.get(threading.get_ident())
-        if running and module in running:
+        running = self._running[threading.get_ident()]
+        if module in running:
             del running[running.index(module) :]
 
     @classmethod
@@ -211,19 +212,17 @@ class Watch(TorchDispatchMode, Listener):
             # The node is older than the watch: use the line that calls backward().
             return Call(op, args, kwargs, look(past_engine=True)[0], operator_name(op), "", node.name(), number)
         thread = threading.get_ident()
-        running = self._running.get(thread)
+        running = self._running[thread]
         module = self.modules[running[-1]] if running else ""
         function = function or operator_name(op)
         number = _newest_node() - 1
         if self._newest.get(thread) != number:
             self._newest[thread] = number
             self._forward[number] = site, function, module
-        if node is None:
-            return Call(op, args, kwargs, site, function, module, passed=passed)
-        if torch.is_grad_enabled():
-            return Call(op, args, kwargs, site, function, module, recomputed=True, passed=passed)
-        # Autograd runs code of the script without a graph: the backward of an autograd.Function, or a hook.
-        return Call(op, args, kwargs, site, function, module, node.name())
+        # Autograd runs code of the script: a recomputation, or without a graph the backward of an autograd.Function, or a hook.
+        recomputed = node is not None and torch.is_grad_enabled()
+        name = None if node is None or recomputed else node.name()
+        return Call(op, args, kwargs, site, function, module, name, recomputed=recomputed, passed=passed)
 
 
 @functools.cache
@@ -234,19 +233,15 @@ def operator_name(op: Any) -> str:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in tuples, lists and dicts; faster than `casting.tensors`, which handles more containers."""
-    tensors: list[torch.Tensor] = []
-    _gather((tree,), tensors)
-    return tensors
-
-
-def _gather(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
-    for value in values:
+    tensors, values = list[torch.Tensor](), [tree]
+    for value in values:  # which grow
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            _gather(value, tensors)
+            values.extend(value)
         elif isinstance(value, dict):
-            _gather(value.values(), tensors)
+            values.extend(value.values())
+    return tensors
 
 
 def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_PRECISION) -> Any:
@@ -258,16 +253,6 @@ def cast(tree: Any, dtype: torch.dtype, kinds: Collection[torch.dtype] = LOWER_P
         return dtype if isinstance(value, torch.dtype) and value in kinds else value
 
     return tree_map(cast_value, tree)
-
-
-def telling_first(original: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: the wrapper calls ``tell`` with its positional arguments, and then the original."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tell(*args)
-        return original(*args, **kwargs)
-
-    return call
 
 
 def stored_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,39 +288,3 @@ def _places_written(op: Any) -> list[tuple[int, str]]:
         for place, argument in enumerate(op._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
     ]
-
-
-class Journal(TorchDispatchMode):
-    """A dispatch mode that copies tensors before operators write to them, except those made inside; `undo` restores them.
-
-    So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are copied,
-    weights that it leaves alone are not. ``on_leaf`` gets each leaf tensor that operators read and that requires a gradient.
-    """
-
-    def __init__(self, on_leaf: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self._on_leaf = on_leaf
-        self._made: set[int] = set()
-        self._seen: set[tuple[Any, ...]] = set()
-        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # each tensor with a copy of its old values
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad and tensor.is_leaf:
-                self._on_leaf(tensor)
-        for _, tensor in arguments_written(op, args, kwargs):
-            where = place(tensor)
-            if where[0] not in self._made and where not in self._seen:
-                self._seen.add(where)
-                self._writes.append((tensor.detach(), tensor.detach().clone()))
-        out = op(*args, **kwargs)
-        if not op._schema.is_mutable and not op.is_view:
-            self._made.update(map(address, tensors_in(out)))
-        return out
-
-    def undo(self) -> None:
-        with torch.no_grad():
-            while self._writes:  # the latest first: of two copies of the same memory, the earlier counts
-                tensor, before = self._writes.pop()
-                tensor.copy_(before)

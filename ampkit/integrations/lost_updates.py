@@ -6,14 +6,15 @@ It samples what `ampkit.check_updates` counts in full: some elements, at every s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from ..insight.around_step import Named, named_params
-from ..insight.updates import UpdateCheck, Weights
+from ..insight.steps import UpdateCheck
+from ..insight.updates import Named, Weights, named_params
 from ..registry import unwrapped, wrapper_of
 
 #: The sampled elements of a parameter, the share of the time that sampling may take, and the number of parameters in the first
@@ -35,7 +36,8 @@ class _Samples(UpdateCheck):
         self._begun, self._budget, self._cost = 0.0, 0.0, 0.0
         super().__init__(optimizer, every, share, "LostUpdates")
 
-    def before(self) -> None:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         begun = perf_counter()
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self._named):
             self._named = list(named_params(self.optimizer))
@@ -48,13 +50,14 @@ class _Samples(UpdateCheck):
         self._begun = begun
         chosen = [self._named[(self._next + i) % len(self._named)] for i in range(number)]
         self._next = (self._next + number) % max(1, len(self._named))
-        self._weights = Weights(self.optimizer, SAMPLE, chosen) if chosen else None
-        self._spent = perf_counter() - begun
-
-    @torch.no_grad()
-    def after(self) -> None:
+        weights = Weights(self.optimizer, SAMPLE, chosen) if chosen else None
+        spent = perf_counter() - begun
+        yield
         begun = perf_counter()
-        counts = self._weights.counts() if self._weights is not None else {}
+        with torch.no_grad():
+            self._note(weights.counts() if weights is not None else {}, spent, begun)
+
+    def _note(self, counts: dict[str, tuple[torch.Tensor, torch.Tensor]], spent: float, begun: float) -> None:
         # torch.amp.GradScaler sets this flag; torch's fused optimizers then skip the step on the device.
         flag = getattr(self.optimizer, "found_inf", None)
         if (wrapper := wrapper_of(self.optimizer)) is not None:
@@ -64,8 +67,7 @@ class _Samples(UpdateCheck):
             counts = {name: tuple(x * is_taken.to(x) for x in pair) for name, pair in counts.items()}
         self._count(counts)
         if counts:
-            self._cost = (self._spent + perf_counter() - begun) / len(counts)
-        self._weights = None
+            self._cost = (spent + perf_counter() - begun) / len(counts)
         if self._seen == 5 or self._seen % self._every == 0:
             self.report()
 

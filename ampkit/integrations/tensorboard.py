@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..insight.around_step import AroundStep
-from ..insight.steps import StepReport, on_step
+from ..insight.steps import AroundStep, StepReport, on_step
 
 
 def log(writer: Any, optimizer: Any, *, every: int = 1, updates_every: int = 0, prefix: str = "ampkit") -> AroundStep:

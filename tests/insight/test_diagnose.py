@@ -750,3 +750,11 @@ def test_what_a_tensor_held_counts_where_an_operator_reads_what_it_writes(write,
         (weight * held).sum().backward()
 
     assert diagnose(iteration).culprit.kind == kind
+
+
+def test_running_statistics_of_a_scripted_module_are_read_and_put_back():
+    norm = torch.jit.script(nn.BatchNorm1d(2))
+    x = torch.tensor([[1.0, 2.0], [float("inf"), 4.0]], requires_grad=True)
+    diagnosis = diagnose(lambda: norm(x).square().sum().backward())
+    assert diagnosis.culprit is not None and "not finite before the iteration" in str(diagnosis)
+    assert norm.running_mean.tolist() == [0.0, 0.0] and norm.running_var.tolist() == [1.0, 1.0]

@@ -16,11 +16,11 @@ import tuned
 from helpers import ROOT
 
 import ampkit
+import ampkit.insight.tuning.tune as measuring
 from ampkit.__main__ import main
 from ampkit.insight.processes import WorkerError
-from ampkit.insight.tuning import measuring
-from ampkit.insight.tuning.factory import checked, load, located
 from ampkit.insight.tuning.report import ALIKE, WIDTH, Row, Tuning
+from ampkit.insight.tuning.trainer import checked, load, located
 from ampkit.insight.tuning.ways import Way, fused_in_words, optimizers_for
 
 HERE = str(ROOT / "tests" / "insight" / "tuned.py")
@@ -138,7 +138,6 @@ def measured(monkeypatch, free_bytes=None, fails_at=None):
     monkeypatch.setattr(measuring, "Worker", Instead)
     monkeypatch.setattr(measuring.os, "dup2", lambda *_: None)
     measurements = measuring.Measurements(("script", "factory"), 1)
-    measurements.start()
     return measurements.measure(["O1", "O4"], None, 1e-9, None).rows, asked
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from ...devices import computes_slowly_in
-from .data import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Rows
+from .record import AMPKIT, FORWARD, GRAD_SCALER, STEP, Advice, CallRow, Record
 
 #: Findings with smaller shares are left out.
 _LEAST = 0.01
 _READS, _MANY_READS = ("item", "tolist"), 2
 
 
-def advise(record: Rows) -> list[Advice]:
+def advise(record: Record) -> list[Advice]:
     advice_list = [advice for rule in _RULES for advice in rule(record)]
     return sorted(advice_list, key=lambda advice: -advice.gain)
 
 
-def _float32_products(record: Rows) -> Iterator[Advice]:
+def _float32_products(record: Record) -> Iterator[Advice]:
     rows = [row for row in record.calls if row.flops and row.dtype is torch.float32]
     share = sum(map(record.share_of_flops, rows))
     if computes_slowly_in(record.lower_precision or torch.bfloat16):  # then float32 is the fastest
@@ -41,7 +41,7 @@ def _float32_products(record: Rows) -> Iterator[Advice]:
             yield Advice(gain, sites[0], finding, _instead_of_float32(function, reason))
 
 
-def _forward_reason(record: Rows, row: CallRow) -> str:
+def _forward_reason(record: Record, row: CallRow) -> str:
     """Return the reason of a row without the dtype; that of the forward row, if the function at the line has one."""
     at = row.site, row.function
     forward = (x for x in record.calls if x.phase == FORWARD and (x.site, x.function) == at)
@@ -65,7 +65,7 @@ def _instead_of_float32(function: str, reason: str) -> str:
     return "convert its arguments, x.to(y.dtype), or call it inside of the model's forward, where a level casts them"
 
 
-def _shapes(record: Rows) -> Iterator[Advice]:
+def _shapes(record: Record) -> Iterator[Advice]:
     odd = [row for row in record.calls if "no multiple of" in row.tensor_cores and not computes_slowly_in(row.dtype)]
     for (site, function, module), rows in _grouped(odd, lambda row: (row.site, row.function, row.module)):
         share = sum(map(record.share_of_flops, rows))
@@ -77,7 +77,7 @@ def _shapes(record: Rows) -> Iterator[Advice]:
             yield Advice(gain, site, f"{function}{where} ({share:.0%} of FLOPs): {text}", change)
 
 
-def _casts_of_weights(record: Rows) -> Iterator[Advice]:
+def _casts_of_weights(record: Record) -> Iterator[Advice]:
     often = [cast for cast in record.casts if cast[1] > 1.5]
     if often:
         name, number, _ = max(often, key=lambda cast: cast[1] * cast[2])
@@ -89,7 +89,7 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
         yield Advice(min(1.0, size / max(1, written)) * took / max(record.seconds, 1e-9), "", finding, change)
 
 
-def _float64(record: Rows) -> Iterator[Advice]:
+def _float64(record: Record) -> Iterator[Advice]:
     of_script = [row for row in record.calls if row.phase != STEP and row.function not in (AMPKIT, GRAD_SCALER)]
     exact = [row for row in of_script if row.dtype is torch.float64]
     for site, rows in _grouped(exact, lambda row: row.site):
@@ -102,7 +102,7 @@ def _float64(record: Rows) -> Iterator[Advice]:
             yield Advice(share, site, f"{first.function} computes in float64 ({share:.0%} of the time)", change)
 
 
-def _reads(record: Rows) -> Iterator[Advice]:
+def _reads(record: Record) -> Iterator[Advice]:
     reads = [row for row in record.calls if row.function in _READS]
     for site, rows in _grouped(reads, lambda row: row.site):
         number = sum(row.calls for row in rows) / record.iterations

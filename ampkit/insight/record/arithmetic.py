@@ -15,11 +15,8 @@ import torch
 from ..words import short
 
 #: For each dtype the number of elements in 16 bytes: the sizes of a product must be multiples of it.
-_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8}
-_MULTIPLES |= {
-    dtype: 16
-    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-}
+_OF_A_BYTE = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, **dict.fromkeys(_OF_A_BYTE, 16)}
 
 
 class Product(NamedTuple):

@@ -17,7 +17,7 @@ from ...scripts import running
 from ..observed import observe
 from ..watching import Enough
 from .record import Record
-from .recorder import Iterations, recorded
+from .recorder import Iterations, recording
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"
 
@@ -35,9 +35,9 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script, and print the record. The exit code is the script's own if it failed, 1 if nothing was recorded, else 0."""
     # Resolved before the script changes its folder.
     paths = [path and path.resolve() for path in (arguments.json, arguments.html)]
-    records: list[Record] = []
-    code, error = observe(arguments, _some_iterations(arguments.skip, arguments.iterations, records))
-    record = records[0] if records else Record()
+    window = _Window(arguments.skip, arguments.iterations)
+    code, error = observe(arguments, window.watching())
+    record = window.record
     if not record.calls:
         if code == 0:
             ended = f"the script ended before the {arguments.skip + 1}. step of an optimizer"
@@ -54,23 +54,26 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     return code
 
 
-@contextmanager
-def _some_iterations(skip: int, iterations: int, records: list[Record]) -> Iterator[None]:
-    """Skip ``skip`` iterations of the script inside, record ``iterations`` into the list, and stop the script."""
-    with ExitStack() as watching:
+class _Window(Iterations):
+    """A listener that skips some iterations of a script, records the following into ``record``, and stops the script."""
 
-        def after_skipped(iteration: int) -> None:
-            if iteration == skip:
-                watching.close()
-                records.append(watching.enter_context(recorded(after_recorded)))
+    def __init__(self, skip: int, iterations: int) -> None:
+        super().__init__()
+        self.record = Record()
+        self._skip, self._last, self._watching = skip, skip + iterations, ExitStack()
 
-        def after_recorded(iteration: int) -> None:
-            if iteration == iterations:
-                watching.close()
-                raise Enough
+    def iteration_ends(self) -> None:
+        if self.iterations == self._skip:
+            self.record = self._watching.enter_context(recording())
+            self._first = lambda: None  # from now on the optimizer that steps first in the recording counts
+        elif self.iterations == self._last:
+            self._watching.close()
+            raise Enough
 
-        if skip:
-            watching.enter_context(listening(Iterations(after_skipped), steps))
-        else:
-            after_skipped(0)
-        yield
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with self._watching:
+            self._watching.enter_context(listening(self, steps))
+            if not self._skip:
+                self.iteration_ends()
+            yield

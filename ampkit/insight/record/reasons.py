@@ -7,6 +7,7 @@ It is derived from the policy of the engine, wrappers of ampkit in the Python st
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from ...policy import CastKind
 from ...policy.tables import CPU_LIST, CUDA_LIST
 from ...registry import live_sessions
 from ..sites import Site, look
-from ..watching import Call, telling_first
+from ..watching import Call
 
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _LISTS = (*CUDA_LIST, *CPU_LIST)
@@ -47,24 +48,26 @@ class Regions:
     """A stack of regions per thread: ``innermost`` is the current one, from `watch` to the end of ``patches``."""
 
     def __init__(self) -> None:
-        self._by_thread: dict[int, list[Region]] = {}
+        self._by_thread = defaultdict[int, list[Region]](list)
 
     def watch(self, patches: PatchSet) -> None:
         for owner in (autocast_mode.autocast, state.Region):
-            patches.set(owner, "__enter__", telling_first(owner.__enter__, self._enter))
-            patches.set(owner, "__exit__", telling_first(owner.__exit__, self._leave))
+            patches.put_around(owner, "__enter__", self._enter)
+            patches.put_around(owner, "__exit__", self._leave)
 
     @property
     def innermost(self) -> Region | None:
-        return next(reversed(self._by_thread.get(threading.get_ident(), [])), None)
+        return next(reversed(self._by_thread[threading.get_ident()]), None)
 
-    def _enter(self, region: Any) -> None:
+    def _enter(self, original: Any, region: Any) -> Any:
         entered = Region(region._enabled, getattr(region, "fast_dtype", None), look()[0])
-        self._by_thread.setdefault(threading.get_ident(), []).append(entered)
+        self._by_thread[threading.get_ident()].append(entered)
+        return original(region)
 
-    def _leave(self, *_: Any) -> None:
-        if regions := self._by_thread.get(threading.get_ident()):  # empty if the region began before the watch
+    def _leave(self, original: Any, *error: Any) -> Any:
+        if regions := self._by_thread[threading.get_ident()]:  # empty if the region began before the watch
             regions.pop()
+        return original(*error)
 
 
 class Argument(NamedTuple):
@@ -74,48 +77,47 @@ class Argument(NamedTuple):
     name: str
 
 
-class Reasons(Regions):
-    """A tracker of regions that gives the reason for the dtype of a call, by `why`."""
+def reason_of(
+    call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module], region: Region | None
+) -> str:
+    """Return the reason why the function of a call computes in ``dtype``, inside of ``running`` modules and the region."""
+    if dtype in EXACT:
+        return "as given"
+    engine = active_casting()
+    is_on = _is_cast_here(engine, region)
+    rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
+    is_wrapped = "casting" in call.passed
+    decides = is_on and rule is not None and rule.kind in _DECIDING
+    mixed = len({arg.dtype for arg in arguments if arg.dtype in CASTABLE}) > 1
+    was_cast = any(arg.dtype is not dtype for arg in arguments)
+    if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
+        return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
+    if not arguments:
+        return "as given"
+    if isinstance(call.kwargs.get("dtype"), torch.dtype):
+        return "dtype= at the call"
+    if kept := _kept_by(running):
+        return f"kept by keep_fp32={kept}"
+    if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
+        return f"region at {region.site}" if region.site else "a region without casts"
+    if decides and not mixed and not is_wrapped:
+        by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
+        return f"bound before initialize{by}"
+    of_autocast = _IN_AUTOCAST.get(name)
+    is_as_listed = of_autocast is not None and (of_autocast is CastKind.FP32) == (dtype is torch.float32)
+    if engine is None and was_cast and is_as_listed:
+        return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
+    if mixed and dtype not in LOWER_PRECISION:
+        widest = next((arg for arg in arguments if arg.dtype is dtype), None)
+        return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
+    return "cast inside of it" if was_cast and not mixed else "as given"
 
-    def why(self, call: Call, dtype: torch.dtype, arguments: Sequence[Argument], running: Iterable[nn.Module]) -> str:
-        """Return the reason why the function of a call computes in ``dtype``, inside of ``running`` modules."""
-        if dtype in EXACT:
-            return "as given"
-        engine, region = active_casting(), self.innermost
-        is_on = self._is_cast_here(engine, region)
-        rule, name = _rule(engine, call.function), call.function.rpartition(".")[2]
-        is_wrapped = "casting" in call.passed
-        decides = is_on and rule is not None and rule.kind in _DECIDING
-        mixed = len({arg.dtype for arg in arguments if arg.dtype in CASTABLE}) > 1
-        was_cast = any(arg.dtype is not dtype for arg in arguments)
-        if decides and is_wrapped and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
-            return f'row "{name}" of {_TABLES.get(rule.reason, "the tables")}'
-        if not arguments:
-            return "as given"
-        if isinstance(call.kwargs.get("dtype"), torch.dtype):
-            return "dtype= at the call"
-        if kept := _kept_by(running):
-            return f"kept by keep_fp32={kept}"
-        if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
-            return f"region at {region.site}" if region.site else "a region without casts"
-        if decides and not mixed and not is_wrapped:
-            by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
-            return f"bound before initialize{by}"
-        of_autocast = _IN_AUTOCAST.get(name)
-        is_as_listed = of_autocast is not None and (of_autocast is CastKind.FP32) == (dtype is torch.float32)
-        if engine is None and was_cast and is_as_listed:
-            return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
-        if mixed and dtype not in LOWER_PRECISION:
-            widest = next((arg for arg in arguments if arg.dtype is dtype), None)
-            return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
-        return "cast inside of it" if was_cast and not mixed else "as given"
 
-    @staticmethod
-    def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
-        """Whether casts are on for the call. torch.autocast's own state does not tell: it is off inside of an operator."""
-        if engine is None or region is not None:
-            return engine is not None and region.enabled
-        return engine.scope == "process" and not engine.leaves_out_this_thread
+def _is_cast_here(engine: Casting | None, region: Region | None) -> bool:
+    """Whether casts are on for the call. torch.autocast's own state does not tell: it is off inside of an operator."""
+    if engine is None or region is not None:
+        return engine is not None and region.enabled
+    return engine.scope == "process" and not engine.leaves_out_this_thread
 
 
 def _rule(engine: Casting | None, function: str) -> Any:

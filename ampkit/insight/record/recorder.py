@@ -1,7 +1,7 @@
 """`recording`: a dispatch mode that sums up, for each line of a script, the dtypes and the cost of its functions.
 
 A `Watch` gives the line and function of each operator. Operators of a function at a line, in modules whose paths differ only in
-numbers, are a `Group`; each precision in it is a `CallRow`. Casts belong to the function that needs them.
+numbers, are a `_Group`; each precision in it is a `CallRow`. Casts belong to the function that needs them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import thread_time
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...casting.cache import CastCaches
 from ...devices import computes_slowly_in
@@ -23,19 +26,80 @@ from ...errors import ConfigurationError
 from ...events import Listener, forwards, is_stepping, steps
 from ...patching import PatchSet
 from ...registry import current_session, live_sessions
+from ...sharding import local
+from ..sites import Site
 from ..watching import COMPLEX, FLOATING, Call, Watch, tensors_in
-from ..words import pattern, short
+from ..words import collapsed, pattern, short
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, CallRow
-from .groups import Group, Origin, Origins, rows_of
-from .reasons import Argument, Reasons
-from .record import Record
+from .reasons import Argument, Regions, reason_of
+from .record import AMPKIT, BACKWARD, FORWARD, GRAD_SCALER, RECOMPUTED, STEP, SUMS, CallRow, Record, add
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = FLOATING | COMPLEX
 _SLOW = "this processor has no instructions for products in {}, which take many times as long as in float32: {}"
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
+
+
+#: The key of a row in a group: dtypes of arguments, of the result and of the computation, and the verdict on Tensor Cores.
+_Precision = tuple[frozenset[torch.dtype], torch.dtype | None, torch.dtype | None, str]
+
+
+@dataclass(eq=False)
+class _Group:
+    """A function at a line, in one phase, in modules of one kind. ``waiting`` has the casts, and their time, for the next call."""
+
+    site: Site | None
+    function: str
+    phase: str
+    module: str = ""  # of the latest call
+    #: Paths of modules, by row.
+    paths: defaultdict[Any, set[str]] = field(default_factory=lambda: defaultdict(set))
+    rows: dict[_Precision, CallRow] = field(default_factory=dict)
+    last: CallRow | None = None
+    lead: Any = None  # the operator (in backward the autograd node) that counts calls
+    number: int = -1  # of the last such node
+    has_product: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting = self.new_row((frozenset(), None, None, ""))
+
+    def hand_over(self, row: CallRow) -> None:
+        if self.waiting.seconds or self.waiting.casts:
+            self.waiting.cast_seconds = self.waiting.seconds
+            add(row, self.waiting)
+            vars(self.waiting).update(dict.fromkeys(SUMS, 0))
+
+    def new_row(self, precision: _Precision) -> CallRow:
+        site, (dtypes_in, out, dtype, tensor_cores) = self.site, precision
+        return CallRow(
+            function=self.function.rpartition(".")[2].strip("_") or self.function,
+            site=str(site or "(no line)"),
+            source=site.source if site else "",
+            file=site.file if site else "",
+            line=site.line if site else 0,
+            module="",
+            phase=self.phase,
+            dtypes_in=tuple(sorted(dtypes_in, key=lambda dtype_in: (-dtype_in.itemsize, str(dtype_in)))),
+            dtypes_out=(out,) if out is not None else (),
+            dtype=dtype,
+            reason="no floating-point numbers",
+            tensor_cores=tensor_cores,
+        )
+
+
+class _Origin:
+    """The origin of the tensor that was made last in a piece of memory.
+
+    ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype before the cast (``source``), the
+    origin of the cast ``weight`` (None for an activation), and the ``group`` of the call that needed it. ``asked`` describes a cast
+    that the script itself makes.
+    """
+
+    __slots__ = ("asked", "group", "name", "row", "source", "weight")
+
+    def __init__(self) -> None:
+        self.name = self.row = self.source = self.weight = self.group = self.asked = None
 
 
 @functools.cache
@@ -48,12 +112,13 @@ def _facts(op: Any) -> tuple[bool, bool, Any]:
 class Iterations(Listener):
     """A counter of iterations: they end with the steps, also skipped ones, of the optimizer that steps first."""
 
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.begun = 0  # steps of all optimizers
         self.iterations = 0
-        self.on_iteration = on_iteration
         self._first: Callable[[], Any] = lambda: None
+
+    def iteration_ends(self) -> None: ...
 
     def step_begins(self, optimizer: Any) -> None:
         self.begun += 1
@@ -62,25 +127,25 @@ class Iterations(Listener):
         self.iterations += optimizer is self._first()
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if self.begun and optimizer is self._first():  # else the step began before the recording
-            self.on_iteration(self.iterations)
+        if optimizer is self._first():
+            self.iteration_ends()
 
 
 class Recorder(Iterations, Watch):
-    """A `Watch` that records what runs inside ``with``. Afterwards `finish` returns the `Record`."""
+    """A `Watch` that records what runs inside ``with``. `finish` fills the ``record``."""
 
     looks_at_views = False
     sources = (forwards, steps)
 
-    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
-        super().__init__(on_iteration)
-        self._groups: dict[Any, Group] = {}
-        self._origins = Origins()
-        self.reasons = Reasons()
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = Record()
+        self._groups: dict[Any, _Group] = {}
+        self._origins = WeakIdKeyDictionary()  # of the tensors that were made last, by their memory
+        self.regions = Regions()
         self._roots: list[nn.Module] = []
-        self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: number of casts, and bytes of each
+        self._casts: dict[_Origin, tuple[int, int]] = {}  # of weights: number of casts, and bytes of each
         self._promoted: dict[CallRow, str] = {}  # for rows with a promoted dtype: where it was promoted
-        self._notes: list[str] = []
         self._last = 0  # number of the newest graph node when the last iteration ended
         self._accelerator: str | None = None
         self._timed: list[tuple[CallRow, Any, Any]] = []
@@ -98,10 +163,10 @@ class Recorder(Iterations, Watch):
         for path, part in module.named_modules():
             if self.modules.setdefault(part, path) == path and prefix:
                 self.modules[part] = f"{prefix}.{path}".rstrip(".")
-            if "_orig_mod" in part._modules and _COMPILED not in self._notes:
-                self._notes.append(_COMPILED)
+            if "_orig_mod" in part._modules and _COMPILED not in self.record.notes:
+                self.record.notes.append(_COMPILED)
         for name, param in module.named_parameters():
-            self._origins.of(param).name = f"{prefix}.{name}" if prefix else name
+            self._origin(param).name = f"{prefix}.{name}" if prefix else name
 
     def around(self, call: Call) -> Any:
         if call.op.is_view:
@@ -136,7 +201,7 @@ class Recorder(Iterations, Watch):
         event.record()
         return event
 
-    def _group_of(self, call: Call) -> Group:
+    def _group_of(self, call: Call) -> _Group:
         phase = RECOMPUTED if call.recomputed else BACKWARD if call.node is not None else FORWARD
         function, module = call.function, call.module
         if is_stepping():
@@ -148,14 +213,24 @@ class Recorder(Iterations, Watch):
         key = call.site, function, pattern(module), phase
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = Group(call.site, function, phase)
+            group = self._groups[key] = _Group(call.site, function, phase)
         group.module = module
         return group
 
     # Casts
 
-    def _note_cast(self, group: Group, read: torch.Tensor, made: torch.Tensor) -> None:
-        source, result = self._origins.of(read), self._origins.of(made)
+    def _origin(self, tensor: torch.Tensor) -> _Origin:
+        try:
+            memory = local(tensor).untyped_storage()
+        except (NotImplementedError, RuntimeError, ValueError):  # a sparse, wrapping or lazy tensor
+            return _Origin()
+        origin: _Origin | None = self._origins.get(memory)
+        if origin is None:
+            origin = self._origins[memory] = _Origin()
+        return origin
+
+    def _note_cast(self, group: _Group, read: torch.Tensor, made: torch.Tensor) -> None:
+        source, result = self._origin(read), self._origin(made)
         group.waiting.casts += 1
         group.waiting.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
@@ -171,14 +246,16 @@ class Recorder(Iterations, Watch):
     # Calls
 
     def _note_call(
-        self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
+        self, group: _Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> CallRow:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
-        dtypes_in = {self._before_cast(self._origins.of(tensor), tensor, group) for tensor in floating}
+        dtypes_in = {self._before_cast(self._origin(tensor), tensor, group) for tensor in floating}
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
-        dtype = out if is_told else _computes_in(floating) or out
+        # 0-dim tensors count only if there are no others.
+        promoted = {x.dtype for x in floating if x.dim()} or {x.dtype for x in floating}
+        dtype = out if is_told or not promoted else functools.reduce(torch.promote_types, promoted)
         is_read = group.function.rpartition(".")[2] == "item"  # by the host, of an integer too
         if dtype is None and group.last is None and not is_read:  # indices and counts, before the floating-point work
             return group.waiting
@@ -198,22 +275,19 @@ class Recorder(Iterations, Watch):
         if product is not None:
             row.flops += product.flops
         for tensor in made:
-            origin = self._origins.of(tensor)
+            origin = self._origin(tensor)
             origin.row, origin.source, origin.asked = row, None, None
         return row
 
     @staticmethod
-    def _before_cast(origin: Origin, tensor: torch.Tensor, group: Group) -> torch.dtype:
+    def _before_cast(origin: _Origin, tensor: torch.Tensor, group: _Group) -> torch.dtype:
         """Return the dtype of an argument as it was passed: before a cast that was made for this function."""
         is_cast = origin.source is not None and group.phase is not BACKWARD
         is_for_this = is_cast and (origin.weight is not None or origin.group is group)
         return origin.source if is_for_this else tensor.dtype
 
-    def _is_lead(self, group: Group, call: Call, is_product: bool) -> bool:
-        """Whether a call of the function begins here: with its first product, or else its first operator.
-
-        In the backward pass a call begins with an autograd node, in an optimizer with a step.
-        """
+    def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
+        """Whether a call begins: with the first product, or else operator; in backward with a node, in an optimizer with a step."""
         if group.phase is STEP:
             name, number = "step", self.begun
         else:
@@ -226,74 +300,70 @@ class Recorder(Iterations, Watch):
         group.number = number
         return True
 
-    def _explain(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> None:
+    def _explain(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> None:
         """Set the row's reason. Promotions are stored, for rows that compute with the promoted results."""
         name = short(row.dtype)
         row.reason = self._why(row, group, call, read)
         if "promoted by" in row.reason:
             self._promoted[row] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
         elif row.reason.endswith("as given"):
-            rows = (self._origins.of(tensor).row for tensor in read if tensor.dtype is row.dtype)
+            rows = (self._origin(tensor).row for tensor in read if tensor.dtype is row.dtype)
             if origin := next((promotion for x in rows if (promotion := self._promoted.get(x))), None):
                 self._promoted[row] = origin
                 row.reason = f"{name}: as given, {origin}"
         if row.tensor_cores == "no: float32":
             row.tensor_cores = f"no: float32, {self._promoted.get(row) or row.reason.partition(': ')[2]}"
 
-    def _why(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> str:
+    def _why(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> str:
         name, rows = short(row.dtype), list(group.rows.values())
         if group.function in (AMPKIT, GRAD_SCALER):
             return f"{group.function}'s own work on gradients and loss scale"
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
-        if rows[0] is not row and all(self._origins.of(tensor).row in rows for tensor in read):  # an inner operator
+        if rows[0] is not row and all(self._origin(tensor).row in rows for tensor in read):  # an inner operator
             return rows[0].reason if rows[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
-        running = self._running.get(threading.get_ident(), [])
-        return f"{name}: {self.reasons.why(call, row.dtype, arguments, running)}"
+        running = self._running[threading.get_ident()]
+        return f"{name}: {reason_of(call, row.dtype, arguments, running, self.regions.innermost)}"
 
-    def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
-        origin = self._origins.of(tensor)
+    def _argument(self, tensor: torch.Tensor, group: _Group) -> Argument:
+        origin = self._origin(tensor)
         weight = origin.weight.name if origin.weight else origin.name
         name = f"parameter {weight!r}" if weight else f"the result of {origin.row.site}" if origin.row else ""
         return Argument(self._before_cast(origin, tensor, group), origin.asked or name)
 
     # The end of an iteration and of the recording
 
-    def step_ends(self, optimizer: Any, skipped: bool) -> None:
-        if optimizer is self._first():
-            # Graphs of the previous iteration are gone; a graph of this one may last into the next, as in GANs.
-            last, self._last = self._last, max(self._forward, default=0)
-            self._forward = {number: call for number, call in self._forward.items() if number > last}
-        super().step_ends(optimizer, skipped)
+    def iteration_ends(self) -> None:
+        # Graphs of the previous iteration are gone; a graph of this one may last into the next, as in GANs.
+        last, self._last = self._last, max(self._forward, default=0)
+        self._forward = {number: call for number, call in self._forward.items() if number > last}
 
-    def finish(self) -> Record:
+    def finish(self) -> None:
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3
-        iterations = max(1, self.iterations)
-        record = Record(
-            calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
-            casts=[(str(origin.name), number / iterations, size) for origin, (number, size) in self._casts.items()],
-            iterations=iterations,
-            about=_about(),
-            notes=self._notes,
-        )
+        record, session = self.record, current_session()
+        is_enabled = session is not None and session.plan.enabled
+        level = f"{session.plan.opt_level}: {session.plan.in_words()}" if is_enabled else "no session of ampkit"
+        record.about = f"{level}; torch {torch.__version__}"
+        record.iterations = n = max(1, self.iterations)
+        record.calls = sorted(_rows_of(self._groups.values()), key=lambda row: -row.seconds)
+        record.casts = [(str(origin.name), number / n, size) for origin, (number, size) in self._casts.items()]
         record.advice = advise(record)
         if record.lower_precision is not None and computes_slowly_in(record.lower_precision):
-            session = current_session()
             casts = session is not None and session.plan.casts_calls
             cure = 'opt_level="O0"' if casts else "leave out its .half(), .bfloat16() or torch.autocast"
             record.notes.append(_SLOW.format(short(record.lower_precision), cure))
-        return record
 
 
 _active = threading.Lock()  # only one recording at a time in a process
 
 
-def recording() -> AbstractContextManager[Record]:
+@contextmanager
+def recording() -> Iterator[Record]:
     """Record the dtypes in which the block computes, why, and the cost: one or more iterations of any script.
 
     >>> with ampkit.recording() as record:
@@ -308,40 +378,53 @@ def recording() -> AbstractContextManager[Record]:
 
     Costs up to a quarter of an iteration's time. Raises `ConfigurationError` inside of another recording, of any thread.
     """
-    return recorded(lambda iteration: None)
-
-
-@contextmanager
-def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
-    """Record as `recording` does, and call ``on_iteration`` with the number of each iteration when it ends."""
     if not _active.acquire(blocking=False):
         raise ConfigurationError(
             "recording() was called while another recording runs, in this thread or another. One sees every operator of its block: "
             "end it first, or use its record."
         )
-    record = Record()
     with PatchSet() as patches:
         patches.callback(_active.release)
-        recorder = Recorder(on_iteration)
-        patches.callback(lambda: vars(record).update(vars(recorder.finish())))
+        recorder = Recorder()
+        patches.callback(recorder.finish)
         patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
-        recorder.reasons.watch(patches)
+        recorder.regions.watch(patches)
         for session in live_sessions:
             for model in session.models:
                 recorder.on_module(model)
         patches.enter_context(recorder)
-        yield record
+        yield recorder.record
 
 
-def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype that torch promotes these tensors to; 0-dim tensors count only if there are no others."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+def _rows_of(groups: Iterable[_Group]) -> Iterator[CallRow]:
+    """Yield the rows of all groups; casts that still wait join a row of the same line, or get a row of their own."""
+    by_line: defaultdict[Any, list[CallRow]] = defaultdict(list)
+    for group in sorted(groups, key=lambda x: x.last is None):
+        line_rows = by_line[group.site, group.phase]
+        if (row := group.last or next(iter(line_rows), None)) is not None:
+            group.hand_over(row)
+        else:  # a line that only casts, or computes with integers
+            row = group.waiting
+            row.calls, row.cast_seconds = row.casts, row.seconds
+            row.reason = "a cast of the script's" if row.casts else row.reason
+        for merged in _folded(group.rows.values() or [group.waiting]):
+            merged.module = collapsed(group.paths[merged])
+            line_rows.append(merged)
+            yield merged
 
 
-def _about() -> str:
-    session = current_session()
-    level = "no session of ampkit"
-    if session is not None and session.plan.enabled:
-        level = f"{session.plan.opt_level}: {session.plan.in_words()}"
-    return f"{level}; torch {torch.__version__}"
+def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
+    """Merge rows without matrix products, such as the copy before a batched product, into the row with the product."""
+    rows = list(rows)
+    products = [row for row in rows if row.flops]
+    for row in products:  # further products of the same calls: a backward has two
+        row.calls = row.calls or max(x.calls for x in rows)
+    for row in rows:
+        same = (x for x in products if x is not row and (x.dtype, x.reason) == (row.dtype, row.reason))
+        product = None if row.flops else next(same, None)
+        if product is None:
+            yield row
+        else:
+            calls = product.calls
+            add(product, row)
+            product.calls = calls

@@ -81,10 +81,6 @@ class Tuning:
         distances = [row.distance(self.rows[FLOAT32]) for row in rows]
         return max(filter(math.isfinite, distances), default=None)
 
-    def allowed(self, way: Way) -> float:
-        of_autocast = self.of_autocast(way)
-        return WITHOUT_AUTOCAST if of_autocast is None else max(NO_DISTANCE, TIMES_AUTOCAST * of_autocast)
-
     def _distances(self, row: Row) -> str:
         of_autocast = self.of_autocast(row.way)
         beside = "torch.autocast failed" if of_autocast is None else f"torch.autocast's {percent(of_autocast)}"
@@ -94,7 +90,9 @@ class Tuning:
         """Return the reason why a way is not recommended, however fast; None if it follows the rule, as float32 does."""
         if row.error is not None:
             return "failed"
-        if row.distance(self.rows[FLOAT32]) > self.allowed(row.way):
+        of_autocast = self.of_autocast(row.way)
+        allowed = WITHOUT_AUTOCAST if of_autocast is None else max(NO_DISTANCE, TIMES_AUTOCAST * of_autocast)
+        if row.distance(self.rows[FLOAT32]) > allowed:
             return self._distances(row)
         if row.lost_updates > self.rows[FLOAT32].lost_updates + MORE_LOST:
             return f"it loses {percent(row.lost_updates)} of the updates"
@@ -114,14 +112,13 @@ class Tuning:
     @property
     def reason(self) -> str:
         row, plain = self.recommended, self.rows[FLOAT32]
-        words = [f"{row.way}: stay with it, {_mib(row)} MiB."]
+        reason = f"{row.way}: stay with it, {_mib(row)} MiB."
         if row is not plain:
-            words = [f"{row.way}: {1 / self._time(row):.2f} times as fast as float32, {_mib(row)} MiB"]
-            words[0] += f" (float32 {_mib(plain)}). I{self._distances(row)[1:]}."
+            reason = f"{row.way}: {1 / self._time(row):.2f} times as fast as float32, {_mib(row)} MiB (float32 {_mib(plain)})."
+            reason += f" I{self._distances(row)[1:]}."
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
         faster = [f"{other.way}, {why}" for other, why in out if why and self._time(other) < self._time(row)]
-        words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
-        return " ".join(words)
+        return reason + f" Faster, and out: {'; '.join(faster)}." * bool(faster)
 
     @property
     def lines(self) -> list[str]:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.machinery
+import importlib.util
 import itertools
 import math
+import operator
 import os
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from ... import api
 from ...casting.engine import active_casting
 from ...casting.tensors import map_tensors, tensors_in
 from ..updates import Weights
-from .factory import checked, load
 from .ways import AUTOCAST, Way, fused, fused_in_words, optimizers_for
 
+_BATCHES = 32  # are kept, and used in turn
 _STEPS_FOR_PEAK = 3  # the first
 _STEPS_FOR_UPDATES = 5  # the last
 
@@ -61,12 +67,14 @@ class Trainer:
     def examine(self, steps: int) -> dict[str, Any]:
         losses: list[float] = []
         skipped, lost, total = 0, 0, 0
-        with _Peak() as peak:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        with profile(profile_memory=True) as measured:
             self._make()
             self._prepare(self.way)
             while len(losses) < min(steps, _STEPS_FOR_PEAK):
                 skipped += self._noted_step(losses)
-            peak.device = self.device
+        peak_bytes = _peak_bytes(measured, self.device)
         while len(losses) < steps:
             weights = Weights(self.optimizer) if len(losses) >= steps - _STEPS_FOR_UPDATES else None
             skipped += self._noted_step(losses)
@@ -75,7 +83,7 @@ class Trainer:
         share = lost / total if total else math.nan
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory to other processes
-        return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes}
+        return {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak_bytes}
 
     def _make(self) -> None:
         self.model: Any = None  # freed before another is made
@@ -136,28 +144,90 @@ class Trainer:
     def _free_bytes(self) -> int | None:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        is_known = hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names
+        is_known = "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ())
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if is_known else None
 
 
-class _Peak:
-    """A context that measures ``bytes``, the peak memory of new tensors on ``device``; None if torch does not count it."""
+def _peak_bytes(measured: profile, device: torch.device) -> int | None:
+    """Return the peak memory of new tensors on ``device``; None if torch does not count it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    events = [event for event in measured.kineto_results.events() if event.name() == "[memory]"]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
+    peak = max(itertools.accumulate(change for _, change in changes), default=0)
+    return peak if device.type == "cpu" else None
 
-    bytes: int | None = None
-    device = torch.device("cpu")
 
-    def __enter__(self) -> _Peak:
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
-        self._profile = profile(profile_memory=True)
-        self._profile.__enter__()
-        return self
+# The factory
 
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device)
-        elif self.device.type == "cpu":
-            events = self._profile.kineto_results.events()
-            changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-            self.bytes = max(itertools.accumulate(change for _, change in changes), default=0)
+
+def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
+    """Return the script or module and the name with which another process can `load` the factory."""
+    if isinstance(factory, str):
+        place, _, name = factory.rpartition(":")
+        if not place or not name:
+            expected = "'script.py:factory' or 'package.module:factory'"
+            raise ValueError(f"tune: {factory!r} names no factory: expected {expected}.")
+        if place.endswith(".py") and not os.path.exists(place):
+            raise FileNotFoundError(f"tune: there is no {place!r} here.")
+        return os.path.abspath(place) if place.endswith(".py") else place, name
+    refuse_no_factory(factory, "it")
+    name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
+    spec = getattr(sys.modules.get(place), "__spec__", None)  # None for a script
+    if spec is not None:
+        place = spec.name  # also for ``python -m package.module``
+    elif place == "__main__":
+        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if "<" in name or (spec is None and not os.path.isfile(place)):
+        raise ValueError(
+            f"tune runs the factory in processes of its own, and {name} cannot be imported. "
+            "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
+        )
+    return place, name
+
+
+def load(place: str, name: str) -> Callable[[], Any]:
+    if os.path.isabs(place):
+        sys.path.insert(0, os.path.dirname(place))
+        loader = importlib.machinery.SourceFileLoader("_tuned", place)  # scripts may have any extension
+        spec: Any = importlib.util.spec_from_loader("_tuned", loader)
+        module = sys.modules["_tuned"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    try:
+        factory: Callable[[], Any] = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise NoFactory(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
+    refuse_no_factory(factory, f"{name!r} of {os.path.basename(place)}")
+    return factory
+
+
+class NoFactory(TypeError):
+    """An error for an argument of `tune` that is no factory."""
+
+
+_EXPECTED = "tune expects a factory, a function without arguments: def factory(): ...; return model, optimizer, batches, loss_fn"
+
+
+def refuse_no_factory(found: Any, name: str) -> None:
+    """Raise `NoFactory` for an object that cannot be called, and for a model."""
+    kind = type(found).__name__
+    if isinstance(found, nn.Module) or not callable(found):
+        raise NoFactory(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
+
+
+def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:
+    """Return (model, optimizer, first batches, loss_fn) from the result of a factory. Raises TypeError for other results."""
+    kinds = [type(x).__name__ for x in made] if isinstance(made, tuple) else type(made).__name__
+    if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[3])):
+        raise TypeError(f"the factory returned {kinds}; expected (model, optimizer, batches, loss_fn).")
+    model, optimizer, batches, loss_fn = made
+    if lower := {param.dtype for param in model.parameters() if param.is_floating_point()} - {torch.float32}:
+        raise TypeError(
+            f"the factory's model has weights in {lower.pop()}; expected float32, which all is compared with."
+        )
+    kept = list(itertools.islice(batches, _BATCHES))
+    if not kept or any(not isinstance(batch, (tuple, list)) or len(batch) != 2 for batch in kept):
+        raise TypeError(f"the factory's batches are {kept and type(kept[0])}; expected pairs, (inputs, targets).")
+    return model, optimizer, kept, loss_fn
