@@ -24,9 +24,8 @@ from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import TABLES, Policy
 from ..policy.cast_rules import CastKind, CastRule, is_loaded
-from .cache import CastCaches
 from .cpp_wrappers import library, remind_dynamo
-from .state import CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
+from .state import CastCaches, CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 

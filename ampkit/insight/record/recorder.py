@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...casting.cache import CastCaches
+from ...casting.state import CastCaches
 from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
 from ...events import Listener, forwards, is_stepping, steps
