@@ -72,27 +72,7 @@ def _is_of_store(ref: weakref.ref) -> bool:
 
 
 class Undo(ExitStack):
-    """A stack of undo functions. All run, the latest first, whatever fails; the first error is raised at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._failed: list[BaseException] = []
-
-    def __exit__(self, *error: Any) -> bool:
-        handled = super().__exit__(*error)
-        failed, self._failed = self._failed, []
-        if failed and error[1] is None:
-            raise failed[0]
-        return bool(handled)
-
-    def callback(self, undo: Callable[..., Any], *args: Any) -> None:
-        def run() -> None:
-            try:
-                undo(*args)
-            except BaseException as error:
-                self._failed.append(error)
-
-        super().callback(run)
+    """A stack of undo functions. All run, the latest first, whatever fails; an error has the one before it as its context."""
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Register ``undo(thing)``, which is skipped if the thing is gone by then."""
@@ -101,7 +81,7 @@ class Undo(ExitStack):
 
 
 def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
-    """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
+    """Call each of these functions with its arguments, whatever fails on the way, as an `Undo` does."""
     with Undo() as stack:
         for undo, *args in reversed(list(undos)):
             stack.callback(undo, *args)
@@ -156,11 +136,9 @@ class SharedPatches:
     def acquire(self, undo: Undo) -> None:
         """Patch for one more user, until its ``undo``."""
         if not self._users:
-            try:
-                self._patch(self._patches)
-            except BaseException:
-                self._patches.restore()
-                raise
+            with PatchSet() as patches:
+                self._patch(patches)
+                self._patches = patches.pop_all()
         self._users += 1
         undo.callback(self._release)
 

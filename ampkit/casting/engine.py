@@ -223,20 +223,15 @@ class Casting(CastingState):
             ident, types_now = threading.get_ident(), self.autocast_types
             if number_of_regions() == 0:
                 before, _ = switched_on.setdefault(ident, save(()))
-                known = {device_type for device_type, *_ in before}
-                before += save([device_type for device_type in types_now if device_type not in known])[0]
+                before.update(save(types_now)[0] | before)
                 switch(types_now, True, self.lower_precision)
             if not is_plain_place():
                 self._out_of_date.add(ident)
 
     def _switch_off_here(self) -> None:
-        ident = threading.get_ident()
-        if (before := switched_on.get(ident)) is not None:
-            restore(before)
-            if is_plain_place():
-                del switched_on[ident]
-            else:
-                self._out_of_date.add(ident)
+        _switch_off()
+        if threading.get_ident() in switched_on:
+            self._out_of_date.add(threading.get_ident())
 
     def _stay_off(self) -> None:
         """Switch casting off in a forked child: wrappers stay in place there, and call torch's functions."""
@@ -267,18 +262,13 @@ class Casting(CastingState):
         key = id(rule.owner), rule.name
         self._rules[key] = rule
         is_left_alone = rule.kind is CastKind.NATIVE and not autocast_would_cast(rule)
-        if key not in self._originals:
-            if is_left_alone:
-                return
-            self._originals[key] = _stored(rule.owner, rule.name)
-        stored = self._originals[key]
+        if is_left_alone and key not in self._originals:
+            return
+        stored = self._originals.setdefault(key, _stored(rule.owner, rule.name))
         is_special = isinstance(stored, (staticmethod, classmethod))
         function = stored.__func__ if is_special else stored
-        if is_left_alone:  # patched by an earlier rule
-            self._patches.set(rule.owner, rule.name, stored)
-            self._wrappers.pop(id(function), None)
-            return
-        wrapper = wrap(rule, function, self, self._patches)
+        # What an earlier rule has patched may be left alone by a later one.
+        wrapper = function if is_left_alone else wrap(rule, function, self, self._patches)
         self._wrapped_by[id(wrapper)], self._wrappers[id(function)] = function, wrapper
         self._patches.set(rule.owner, rule.name, type(stored)(wrapper) if is_special else wrapper)
 
@@ -305,12 +295,8 @@ def switch_off_left_on() -> None:
     """Switch this thread off where a closed engine has left it on. Public functions and leftover wrappers call it."""
     if (not switched_on and _leaving is None) or _active is not None or _compiling():
         return
-    ident = threading.get_ident()
-    # The end of a region restores the state before it, so inside of a region nothing is to be done.
-    if ident in switched_on and number_of_regions() == 0:
-        restore(switched_on[ident])
-        if is_plain_place():
-            del switched_on[ident]
+    if number_of_regions() == 0:  # else the region's end restores the state before it
+        _switch_off()
     for gone in switched_on.keys() - sys._current_frames().keys():
         del switched_on[gone]
     if not switched_on and patching.changing.acquire(blocking=False):
@@ -318,6 +304,14 @@ def switch_off_left_on() -> None:
             _restore_torch()
         finally:
             patching.changing.release()
+
+
+def _switch_off() -> None:
+    """Restore the state of this thread from before it was switched on; for good at a plain place."""
+    if (before := switched_on.get(threading.get_ident())) is not None:
+        restore(before)
+        if is_plain_place():
+            del switched_on[threading.get_ident()]
 
 
 def _restore_torch() -> None:

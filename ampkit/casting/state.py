@@ -18,6 +18,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -216,7 +217,7 @@ number_of_regions._dynamo_marked_constant = True
 def is_plain_place() -> bool:
     """Whether this thread is in no scope that restores its state at the end: see Note [plain places]."""
     in_backward = torch._C._current_graph_task_id() != -1
-    if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _left.depth > 0:
+    if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _this_thread.left_modes > 0:
         return False
     return _excluded() | _excluded_at_rest() == _excluded_at_rest()
 
@@ -225,11 +226,12 @@ def is_plain_place() -> bool:
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 
-class _Left(threading.local):
-    depth = 0
+class _ThisThread(threading.local):
+    left_modes = 0  # the number of blocks of `out_of_modes` that the thread is in
+    kept: tuple[Tensor, ...] = ()  # the weights of `CastCaches.keep`
 
 
-_left = _Left()  # how many blocks of `out_of_modes` this thread is in
+_this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
@@ -239,15 +241,15 @@ def out_of_modes() -> Iterator[None]:
     if not transformed and not torch.is_inference_mode_enabled():
         yield
         return
-    _left.depth += 1
+    _this_thread.left_modes += 1
     try:
         with torch.inference_mode(False), temporarily_clear_interpreter_stack() if transformed else nullcontext():
             yield
     finally:
-        _left.depth -= 1
+        _this_thread.left_modes -= 1
 
 
-Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
+Saved = tuple[dict[str, tuple[bool, torch.dtype]], bool]
 
 #: The states of threads, by ident, before they were switched on for good. They outlive the engine: only a thread itself can switch
 #: itself off, and only at a plain place for good.
@@ -256,7 +258,7 @@ switched_on: dict[int, Saved] = {}
 
 def save(device_types: Sequence[str]) -> Saved:
     """Read this thread's state, for `restore`."""
-    return [(x, _is_enabled(x), _dtype_of(x)) for x in device_types], torch.is_autocast_cache_enabled()
+    return {x: (_is_enabled(x), _dtype_of(x)) for x in device_types}, torch.is_autocast_cache_enabled()
 
 
 def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool = False) -> None:
@@ -270,7 +272,7 @@ def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narro
 def restore(saved: Saved) -> None:
     """Undo `switch`."""
     states, cache_enabled = saved
-    for device_type, enabled, dtype in states:
+    for device_type, (enabled, dtype) in states.items():
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache_enabled)
@@ -310,11 +312,8 @@ def _excluded_at_rest() -> Any:
 
 
 def _in_a_new_thread(function: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(function).result()
 
 
 def _is_known(device_type: str) -> bool:
@@ -340,7 +339,6 @@ class CastCaches:
             for store in self._stores:
                 store.capturing = torch.cuda.is_current_stream_capturing
         self._bypasses = 0
-        self._kept = _Kept()
 
     def of(self, dtype: torch.dtype) -> Any | None:
         """The store of tensors cast to ``dtype``, if there are any."""
@@ -375,14 +373,13 @@ class CastCaches:
         if self._store_class is None:
             yield
             return
-        kept, number = self._kept, next(_numbers)
-        outer = kept.weights
-        kept.weights = (*outer, *weights)
-        before = self._store_class.set_kept(number, kept.weights)
+        number, outer = next(_numbers), _this_thread.kept
+        _this_thread.kept = (*outer, *weights)
+        before = self._store_class.set_kept(number, _this_thread.kept)
         try:
             yield
         finally:
-            kept.weights = outer
+            _this_thread.kept = outer
             self._store_class.set_kept(before, outer)
             self.end(number)
 
@@ -434,10 +431,6 @@ class CastCaches:
 
 _numbers = itertools.count(1)  # of calls
 _not_kept = labelled("cast weights")(lambda weight, convert: convert(weight))
-
-
-class _Kept(threading.local):
-    weights: tuple[Tensor, ...] = ()
 
 
 class Call:
