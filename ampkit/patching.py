@@ -59,16 +59,11 @@ def by_tensor() -> WeakIdKeyDictionary:
     return WeakIdKeyDictionary(ref_type=_ById)
 
 
-_OURS = Reference, _ById
-
-
 def _foreign(tensor: Any) -> list[weakref.ref]:
     """The weak references to a tensor that are neither ampkit's nor those of a cast cache, whose callback is a method."""
-    return [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, _OURS) and not _is_of_store(ref)]
-
-
-def _is_of_store(ref: weakref.ref) -> bool:
-    return type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit.")
+    refs = [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, (Reference, _ById))]
+    owners = (getattr(ref.__callback__, "__self__", None) for ref in refs)
+    return [ref for ref, owner in zip(refs, owners) if not type(owner).__module__.startswith("ampkit.")]
 
 
 class Undo(ExitStack):
@@ -88,16 +83,7 @@ def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
 
 
 class PatchSet(Undo):
-    """Attribute writes that can be undone.
-
-    >>> import types
-    >>> box = types.SimpleNamespace(value=1)
-    >>> patches = PatchSet()
-    >>> patches.set(box, "value", 2)
-    >>> patches.restore()
-    >>> box.value
-    1
-    """
+    """Attribute writes that can be undone."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember the value before."""

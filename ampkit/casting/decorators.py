@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any, TypeVar
 
-from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..policy.cast_rules import CastKind
 from .engine import Casting, active_casting, register_rule
@@ -112,13 +111,10 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         casting = active_casting()
         if casting is None:
             return fn(*args, **kwargs)
-        if casting.is_on():
-            args, kwargs = _cast(kind, casting, label, args, kwargs)
-        else:  # models/NOTES.md: "Where the tables hold"
-            lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
-            if casting.holds_for(lower):
-                with casting.region(True, lower[0].dtype, narrow=True):
-                    args, kwargs = _cast(kind, casting, label, args, kwargs)
+        region = nullcontext() if casting.is_on() else casting.region_for(tensors_in(args, kwargs))
+        if region is not None:
+            with region:
+                args, kwargs = _cast(kind, casting, label, args, kwargs)
         return fn(*args, **kwargs)
 
     return cast_and_call

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -91,9 +91,11 @@ class CastingState:
                 return True
         return False
 
-    def holds_for(self, lower: Sequence[Tensor]) -> bool:
-        """Whether the tables hold, where casts are off, for a call with these tensors in lower precision."""
-        return len(lower) > 0 and self.stores and self.installed and number_of_regions() == 0
+    def region_for(self, tensors: Iterable[Tensor]) -> AbstractContextManager[Any] | None:
+        """A region for a call with these arguments where casts are off; None if it is not cast (models/NOTES.md)."""
+        lower = [x.dtype for x in tensors if x.dtype in LOWER_PRECISION]
+        holds = lower and self.stores and self.installed and number_of_regions() == 0
+        return self.region(True, lower[0], narrow=True) if holds else None
 
     def in_float32(self, weight: Tensor) -> Tensor:
         """The float32 value of a weight that is stored in lower precision; other tensors unchanged."""

@@ -159,8 +159,8 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
         if not state.stores:
             return original(*args, **kwargs)
         lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
-        if state.holds_for(lower):
-            with state.region(True, lower[0].dtype, narrow=True):
+        if (region := state.region_for(lower)) is not None:
+            with region:
                 return wrapper(*args, **kwargs)
         if lower and all(type(x) is Parameter for x in lower):
             return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
