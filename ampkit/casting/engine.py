@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import config
 
 from .. import patching
-from ..compiling import compiled_models, forget_traces, tag_compiled_code
+from ..compiling import compiled_models, forget_traces
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import TABLES, Policy
@@ -30,6 +31,7 @@ from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
 _compiling = torch.compiler.is_compiling
+_TAG = " ampkit: "
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
@@ -243,12 +245,11 @@ class Casting(CastingState):
 
     def tag_compiled_code(self) -> None:
         """Tag code that this thread compiles now with all that decides which calls are cast: it is kept on disk apart."""
-        if not self.is_on():
-            return tag_compiled_code("")
         rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
         digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
         precisions = f"{self.lower_precision} {self.other_precision() or ''}"
-        tag_compiled_code(f"{precisions} {sorted(self.device_types)} {digest}")
+        tag = f"{_TAG}{precisions} {sorted(self.device_types)} {digest}" if self.is_on() else ""
+        config.cache_key_tag = config.cache_key_tag.partition(_TAG)[0] + tag
 
     def original_of(self, function: Any) -> Any:
         """The function of torch under a wrapper; anything but a wrapper unchanged."""

@@ -24,7 +24,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 from torch.utils.data._utils import fetch
 
-from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
@@ -265,18 +264,14 @@ def _trace_without_casts(engine: Any, trace: Callable, tracer: Any, *args: Any, 
         return trace(tracer, *args, **kwargs)
     with engine.disabled():
         graph = trace(tracer, *args, **kwargs)
-    _read_in_float32(graph, tracer.root)
-    return graph
-
-
-def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
-    """Insert casts of weights that have rests to float32: generated code calls torch's functions without casts."""
+    # Weights that have rests are read in float32: generated code calls torch's functions without casts.
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        stored_value = stored.get(functools.reduce(getattr, node.target.split("."), root))
+        stored_value = stored.get(functools.reduce(getattr, node.target.split("."), tracer.root))
         if stored_value is not None and stored_value.rest is not None:
             with graph.inserting_after(node):
                 value = graph.call_method("float", (node,))
             node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+    return graph
 
 
 def _see_through(engine: Any, function: Callable, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,4 +286,7 @@ def _compile_apart(engine: Any, function: Callable, *args: Any, **kwargs: Any) -
     try:
         return function(*args, **kwargs)
     finally:
-        give_back_kernels(engine.original_of)  # the casts are in the graphs already
+        # Inductor holds the wrappers where it is loaded while torch is patched; the casts are in the graphs already.
+        if (module := sys.modules.get("torch._inductor.select_algorithm")) is not None:
+            kernels = vars(module.extern_kernels)
+            kernels.update({name: engine.original_of(kernel) for name, kernel in kernels.items()})
