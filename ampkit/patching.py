@@ -67,7 +67,17 @@ def _foreign(tensor: Any) -> list[weakref.ref]:
 
 
 class Undo(ExitStack):
-    """A stack of undo functions. All run, the latest first, whatever fails; an error has the one before it as its context."""
+    """A stack of undo functions. All run, the latest first, whatever fails; the first error is raised at the end."""
+
+    def callback(self, undo: Callable[..., Any], *args: Any) -> None:
+        def run(_: Any, first: BaseException | None, __: Any) -> None:
+            try:
+                undo(*args)
+            except BaseException:
+                if first is None:
+                    raise
+
+        self.push(run)
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Register ``undo(thing)``, which is skipped if the thing is gone by then."""
@@ -76,7 +86,7 @@ class Undo(ExitStack):
 
 
 def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
-    """Call each of these functions with its arguments, whatever fails on the way, as an `Undo` does."""
+    """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
     with Undo() as stack:
         for undo, *args in reversed(list(undos)):
             stack.callback(undo, *args)

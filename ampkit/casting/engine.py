@@ -66,6 +66,7 @@ class Casting(CastingState):
         super().__init__(
             lower_precision, verbosity, CastCaches(None if library is None else library.CastStore), control
         )
+        self.leave = switch_off_left_on
         self.device_types = frozenset(device_types)
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
@@ -130,9 +131,6 @@ class Casting(CastingState):
     def _end(self) -> None:
         self.installed, self.closed = False, True
         self.tell_wrappers()
-
-    def leave(self) -> None:
-        switch_off_left_on()
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Apply a rule of the user's at once; it wins over all others for the same function."""

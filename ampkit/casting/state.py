@@ -48,6 +48,9 @@ class CastingState:
     ``lower_precision`` is the session's. ``control`` is told the same, for the wrappers in C++, where there are any.
     """
 
+    #: Switches this thread off where the engine, now closed, has left it on.
+    leave: Callable[[], None]
+
     def __init__(
         self, lower_precision: torch.dtype, verbosity: int, caches: CastCaches, control: Any | None = None
     ) -> None:
@@ -75,10 +78,6 @@ class CastingState:
             choices = list(self._torchs_choice.values())
             others = tuple(self.device_types.difference(self.autocast_types))
             self.control.set(self.installed, self.stores, self.autocast_types, choices, others, self.lower_precision)
-
-    def leave(self) -> None:
-        """Switch this thread off where the engine, now closed, has left it on."""
-        raise NotImplementedError
 
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""

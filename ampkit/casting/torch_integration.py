@@ -179,12 +179,6 @@ def aliases_taken() -> int | None:
     return _aliases if type(torch.Tensor.data) is _Data else None
 
 
-def _count(tensor: torch.Tensor) -> None:
-    global _aliases
-    if type(tensor) is not nn.Parameter:
-        _aliases += 1
-
-
 class _Data(property):
     """The property for ``Tensor.data``. dynamo asks for its class and name, where a subclass has a ``__torch_function__``."""
 
@@ -196,9 +190,13 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     """Forget casts where torch does not count writes: through ``.data``, NumPy and DLPack, and in fused steps."""
     data, forget = torch._C.TensorBase.data, state.caches.forget
 
-    def get(tensor: torch.Tensor) -> torch.Tensor:
+    def take_alias(tensor: torch.Tensor) -> None:
+        global _aliases
         forget(tensor)
-        _count(tensor)
+        _aliases += type(tensor) is not nn.Parameter
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        take_alias(tensor)
         return data.__get__(tensor)
 
     def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -211,8 +209,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         data.__set__(tensor, values)
 
     def forgetting(function: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        forget(tensor)
-        _count(tensor)
+        take_alias(tensor)
         return function(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))

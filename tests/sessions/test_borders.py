@@ -27,7 +27,7 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-def test_undo_goes_on_after_an_error_and_tells_them_all():
+def test_undo_goes_on_after_an_error_and_raises_the_first():
     done, undo = [], Undo()
 
     def fail(number):
@@ -37,9 +37,8 @@ def test_undo_goes_on_after_an_error_and_tells_them_all():
     undo.callback(fail, 2)
     undo.callback(done.append, "first")
     undo.callback(fail, 1)
-    with pytest.raises(ValueError, match="number 2") as last:
+    with pytest.raises(ValueError, match="number 1"):
         undo.close()
-    assert str(last.value.__context__) == "number 1"
     assert done == ["first", "last"]
 
 
