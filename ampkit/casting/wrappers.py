@@ -139,8 +139,8 @@ def _float32_inside(
         is_narrow = has_narrow and state.stores and state.is_narrow()
         if is_narrow and native is not None:  # in another precision too, where a call names one
             return native(*args, **kwargs)
-        is_large = saving is not None and not _compiling() and x.numel() >= WORTHWHILE
-        result = (saving if is_large else wrapper)(*args, **kwargs)
+        is_plain = saving is not None and type(x) in (Tensor, Parameter) and not _compiling()
+        result = (saving if is_plain and x.numel() >= WORTHWHILE else wrapper)(*args, **kwargs)
         is_wide = is_narrow and isinstance(result, Tensor) and result.dtype is torch.float32
         return result.to(dtype) if is_wide else result
 
