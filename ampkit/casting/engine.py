@@ -28,7 +28,7 @@ from ..policy.cast_rules import CastKind, CastRule, is_loaded
 from .cpp_wrappers import library, remind_dynamo
 from .state import CastCaches, CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
-from .wrappers import autocast_would_cast, wrap
+from .wrappers import CAST_BY_AUTOCAST, wrap
 
 _compiling = torch.compiler.is_compiling
 _TAG = " ampkit: "
@@ -260,7 +260,7 @@ class Casting(CastingState):
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
         self._rules[key] = rule
-        is_left_alone = rule.kind is CastKind.NATIVE and not autocast_would_cast(rule)
+        is_left_alone = rule.kind is CastKind.NATIVE and rule.name not in CAST_BY_AUTOCAST
         if is_left_alone and key not in self._originals:
             return
         stored = self._originals.setdefault(key, _stored(rule.owner, rule.name))

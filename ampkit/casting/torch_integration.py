@@ -64,10 +64,9 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
 def _patch_picklers(patches: PatchSet, engine: Any) -> None:
     """Make picklers write torch's own functions by the name of their wrappers.
 
-    Pickle writes a Python function as the name of its place, and refuses when something else stands there. A function that was
-    bound before (by a model, a dataset that goes to a spawned worker) is written as ``copy.copy(torch.nn.functional.softmax)``,
-    which loads anywhere, and leaves functions as they are. The pickler in C writes functions by name, but in a subclass with
-    ``reducer_override``. So ``pickle.Pickler`` becomes one while torch is patched, and the subclasses that exist get the method.
+    Pickle writes a function as the name of its place, and refuses if something else stands there. One that a model bound before
+    is written as ``copy.copy(torch.nn.functional.softmax)``, which loads anywhere, and leaves functions as they are. The pickler
+    in C takes ``reducer_override`` of a subclass alone, so ``pickle.Pickler`` becomes one while torch is patched.
     """
 
     def reducer_override(self: pickle.Pickler, thing: Any) -> Any:

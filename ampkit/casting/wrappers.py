@@ -169,15 +169,11 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
     return call
 
 
-def autocast_would_cast(rule: CastRule) -> bool:
-    """Whether torch.autocast, on any device, casts the arguments of a function that the tables leave alone."""
-    return rule.name in _CAST_BY_AUTOCAST
-
-
 _WIDENED_BY_AUTOCAST = frozenset(
     name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names if group.kind in (CastKind.FP32, CastKind.BANNED)
 )
-_CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
+#: Names of functions whose arguments torch.autocast casts on some device. Others that the tables leave alone are not patched.
+CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
     *("cat", "concat", "concatenate", "stack", "index_copy"),
 }
 
