@@ -40,6 +40,7 @@ Convert = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
+_tracing = torch._C._get_tracing_state
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -139,8 +140,10 @@ def _float32_inside(
         is_narrow = has_narrow and state.stores and state.is_narrow()
         if is_narrow and native is not None:  # in another precision too, where a call names one
             return native(*args, **kwargs)
-        is_plain = saving is not None and type(x) in (Tensor, Parameter) and not _compiling()
-        result = (saving if is_plain and x.numel() >= WORTHWHILE else wrapper)(*args, **kwargs)
+        # In a trace a size is symbolic, or a tensor.
+        has_size = type(x) in (Tensor, Parameter) and not _compiling() and _tracing() is None
+        is_large = saving is not None and has_size and x.numel() >= WORTHWHILE
+        result = (saving if is_large else wrapper)(*args, **kwargs)
         is_wide = is_narrow and isinstance(result, Tensor) and result.dtype is torch.float32
         return result.to(dtype) if is_wide else result
 
