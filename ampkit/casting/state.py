@@ -1,4 +1,4 @@
-"""What a call is cast by: the switch of each thread, which is torch.autocast's own state, and the casts that are kept (NOTES.md).
+"""The state that decides how a call is cast: the switch of each thread, torch.autocast's own, and the kept casts (NOTES.md).
 
 Every wrapper reads `CastingState`; the engine (engine.py) derives from it, and sets it. A weight is cast once in a call of an
 initialized model, and a stale cast is never used: csrc/casting/cast_store.h says how long a cast lives. Without that library
