@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import config
 
 from .patching import PatchSet
-
-_TAG = " ampkit: "
 
 
 def forget_traces() -> None:
@@ -32,19 +29,6 @@ def forget_traces() -> None:
 def is_compiling_here() -> bool:
     """Whether dynamo compiles in this thread; its work in progress and its compiled code must not be discarded then."""
     return torch._guards.CompileContext.try_get() is not None
-
-
-def tag_compiled_code(casts: str) -> None:
-    """Tag the keys of torch's caches on disk, so that compiled code with other casts is kept apart; "" is no casts."""
-    key_tag = config.cache_key_tag.split(_TAG)[0]
-    config.cache_key_tag = f"{key_tag}{_TAG}{casts}" if casts else key_tag
-
-
-def give_back_kernels(original_of: Callable[[Any], Any]) -> None:
-    """Make generated code call torch's own kernels: inductor holds the wrappers where it is loaded while torch is patched."""
-    if (module := sys.modules.get("torch._inductor.select_algorithm")) is not None:
-        kernels = vars(module.extern_kernels)
-        kernels.update({name: original_of(kernel) for name, kernel in kernels.items()})
 
 
 class CompiledModels:

@@ -59,40 +59,25 @@ def by_tensor() -> WeakIdKeyDictionary:
     return WeakIdKeyDictionary(ref_type=_ById)
 
 
-_OURS = Reference, _ById
-
-
 def _foreign(tensor: Any) -> list[weakref.ref]:
     """The weak references to a tensor that are neither ampkit's nor those of a cast cache, whose callback is a method."""
-    return [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, _OURS) and not _is_of_store(ref)]
-
-
-def _is_of_store(ref: weakref.ref) -> bool:
-    return type(getattr(ref.__callback__, "__self__", None)).__module__.startswith("ampkit.")
+    refs = [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, (Reference, _ById))]
+    owners = (getattr(ref.__callback__, "__self__", None) for ref in refs)
+    return [ref for ref, owner in zip(refs, owners) if not type(owner).__module__.startswith("ampkit.")]
 
 
 class Undo(ExitStack):
     """A stack of undo functions. All run, the latest first, whatever fails; the first error is raised at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._failed: list[BaseException] = []
-
-    def __exit__(self, *error: Any) -> bool:
-        handled = super().__exit__(*error)
-        failed, self._failed = self._failed, []
-        if failed and error[1] is None:
-            raise failed[0]
-        return bool(handled)
-
     def callback(self, undo: Callable[..., Any], *args: Any) -> None:
-        def run() -> None:
+        def run(_: Any, first: BaseException | None, __: Any) -> None:
             try:
                 undo(*args)
-            except BaseException as error:
-                self._failed.append(error)
+            except BaseException:
+                if first is None:
+                    raise
 
-        super().callback(run)
+        self.push(run)
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Register ``undo(thing)``, which is skipped if the thing is gone by then."""
@@ -108,16 +93,7 @@ def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
 
 
 class PatchSet(Undo):
-    """Attribute writes that can be undone.
-
-    >>> import types
-    >>> box = types.SimpleNamespace(value=1)
-    >>> patches = PatchSet()
-    >>> patches.set(box, "value", 2)
-    >>> patches.restore()
-    >>> box.value
-    1
-    """
+    """Attribute writes that can be undone."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember the value before."""
@@ -156,11 +132,9 @@ class SharedPatches:
     def acquire(self, undo: Undo) -> None:
         """Patch for one more user, until its ``undo``."""
         if not self._users:
-            try:
-                self._patch(self._patches)
-            except BaseException:
-                self._patches.restore()
-                raise
+            with PatchSet() as patches:
+                self._patch(patches)
+                self._patches = patches.pop_all()
         self._users += 1
         undo.callback(self._release)
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from . import patching, validation
-from .casting import library as in_cpp
+from .casting import cpp_wrappers as in_cpp
 from .casting.engine import Casting, active_casting, switch_off_left_on
 from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.state import out_of_modes

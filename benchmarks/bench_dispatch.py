@@ -19,8 +19,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.nn.functional as F
 
+from ampkit.casting.cpp_wrappers import library, why
 from ampkit.casting.engine import Casting
-from ampkit.casting.library import library, why
 
 CALLS = 400
 UNPATCHED = "torch.relu"

@@ -28,7 +28,7 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
-from ampkit.casting import library as wrappers
+from ampkit.casting import cpp_wrappers as wrappers
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 

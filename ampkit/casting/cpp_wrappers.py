@@ -1,12 +1,13 @@
-"""Wrappers in C++, where the library is loaded: `wrappers.wrap` puts them around wrappers in Python.
+"""The library in C++, ampkit._casting, and its wrappers: `wrappers.wrap` puts them around wrappers in Python.
 
-See "Wrappers twice" in NOTES.md. A process makes a ``Call`` of ampkit._casting for a name of torch once, and lends it to one
-engine after the other, since dynamo cannot forget what it learned about a function. A function whose own name (``linalg_norm``)
-differs from the name under which it is found and pickled stays one in Python, as those that torch wrote in Python do.
+The library reads torch's own structures, so it serves the torch it was built with and no other; libraries.py tells how
+AMPKIT_EXTENSION decides. See "Wrappers twice" in NOTES.md. A process makes a ``Call`` of the library for a name of torch once, and
+lends it to one engine after the other, since dynamo cannot forget what it learned about a function.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
@@ -15,11 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..libraries import load_library
 from ..patching import Undo
 from ..policy.cast_rules import CastKind
-from .library import library
 
-_compiling = torch.compiler.is_compiling
+
+def _import() -> Any:
+    library = importlib.import_module("ampkit._casting")
+    if not hasattr(getattr(library, "Switch", None), "set"):
+        raise ImportError("it was built from older sources; build it again")
+    return library
+
+
+#: The library, or None; and why, in words.
+library, why = load_library("ampkit._casting", _import)
+if library is not None:
+    why = f"built with torch {library.torch_version}"
 
 
 def wrap_in_cpp(
@@ -33,8 +45,8 @@ def wrap_in_cpp(
     target: torch.dtype,
     store: Any = None,
     cast_weight: Callable[[Tensor], Tensor] | None = None,
-) -> Callable:
-    """Return the function to patch ``owner.name`` with, to the `undo`: ``wrapper`` itself, where C++ has no shape for it.
+) -> Callable | None:
+    """Return the function that calls ``wrapper`` for what C++ does not handle, to the `undo`; None where C++ has no shape for it.
 
     Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
     """
@@ -42,12 +54,12 @@ def wrap_in_cpp(
     if known not in _places:
         _places[known] = _make_place(owner, name, original)
     if (place := _places[known]) is None:
-        return wrapper
+        return None
     place.call.bind(kind.name, original, control, wrapper, target, store, cast_weight)
     _traced[place.key] = wrapper
     undo.callback(_unbind, place, original)
-    in_python = isinstance(original, FunctionType) or original.__name__ != name
-    return _written_in_python(place.function, wrapper) if in_python else place.function
+    function: Callable = place.function
+    return function
 
 
 def _unbind(place: _Place, original: Callable) -> None:
@@ -108,12 +120,3 @@ def _make_place(owner: Any, name: str, original: Callable) -> _Place | None:
 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
     return _Place(call, function, key)
-
-
-def _written_in_python(function: Callable, wrapper: Callable) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _compiling():
-            return wrapper(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any, TypeVar
 
-from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..policy.cast_rules import CastKind
-from .engine import Casting, active_casting, register_rule
+from .engine import active_casting, register_rule
 from .tensors import map_tensors, tensors_in
 from .wrappers import caster, promoter
 
@@ -112,26 +111,20 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         casting = active_casting()
         if casting is None:
             return fn(*args, **kwargs)
-        if casting.is_on():
-            args, kwargs = _cast(kind, casting, label, args, kwargs)
-        else:  # models/NOTES.md: "Where the tables hold"
-            lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
-            if casting.holds_for(lower):
-                with casting.region(True, lower[0].dtype, narrow=True):
-                    args, kwargs = _cast(kind, casting, label, args, kwargs)
+        region = nullcontext() if casting.is_on() else casting.region_for(tensors_in(args, kwargs))
+        if region is None:
+            return fn(*args, **kwargs)
+        with region:
+            if kind is CastKind.PROMOTE:
+                cast = promoter(casting, label, args, kwargs)
+            else:
+                other = casting.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
+                cast = caster(kind, casting, label, dtype=other)
+            if cast is not None:
+                args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
         return fn(*args, **kwargs)
 
     return cast_and_call
-
-
-def _cast(kind: CastKind, casting: Casting, label: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Cast the arguments of a decorated function by its rule, where casts are on."""
-    if kind is CastKind.PROMOTE:
-        cast = promoter(casting, label, args, kwargs)
-    else:
-        other = casting.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
-        cast = caster(kind, casting, label, dtype=other)
-    return (args, kwargs) if cast is None else (map_tensors(args, cast), map_tensors(kwargs, cast))
 
 
 def _register(kind: CastKind, module: Any, name: str) -> None:

@@ -17,21 +17,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import config
 
 from .. import patching
-from ..compiling import compiled_models, forget_traces, tag_compiled_code
+from ..compiling import compiled_models, forget_traces
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import TABLES, Policy
 from ..policy.cast_rules import CastKind, CastRule, is_loaded
-from .cache import CastCaches
-from .cpp_wrappers import remind_dynamo
-from .library import library
-from .state import CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
+from .cpp_wrappers import library, remind_dynamo
+from .state import CastCaches, CastingState, is_plain_place, number_of_regions, restore, save, switch, switched_on
 from .torch_integration import patch_torch
-from .wrappers import autocast_would_cast, wrap
+from .wrappers import CAST_BY_AUTOCAST, wrap
 
 _compiling = torch.compiler.is_compiling
+_TAG = " ampkit: "
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
@@ -66,6 +66,7 @@ class Casting(CastingState):
         super().__init__(
             lower_precision, verbosity, CastCaches(None if library is None else library.CastStore), control
         )
+        self.leave = switch_off_left_on
         self.device_types = frozenset(device_types)
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
@@ -130,9 +131,6 @@ class Casting(CastingState):
     def _end(self) -> None:
         self.installed, self.closed = False, True
         self.tell_wrappers()
-
-    def leave(self) -> None:
-        switch_off_left_on()
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Apply a rule of the user's at once; it wins over all others for the same function."""
@@ -225,20 +223,15 @@ class Casting(CastingState):
             ident, types_now = threading.get_ident(), self.autocast_types
             if number_of_regions() == 0:
                 before, _ = switched_on.setdefault(ident, save(()))
-                known = {device_type for device_type, *_ in before}
-                before += save([device_type for device_type in types_now if device_type not in known])[0]
+                before.update(save(types_now)[0] | before)
                 switch(types_now, True, self.lower_precision)
             if not is_plain_place():
                 self._out_of_date.add(ident)
 
     def _switch_off_here(self) -> None:
-        ident = threading.get_ident()
-        if (before := switched_on.get(ident)) is not None:
-            restore(before)
-            if is_plain_place():
-                del switched_on[ident]
-            else:
-                self._out_of_date.add(ident)
+        _switch_off()
+        if threading.get_ident() in switched_on:
+            self._out_of_date.add(threading.get_ident())
 
     def _stay_off(self) -> None:
         """Switch casting off in a forked child: wrappers stay in place there, and call torch's functions."""
@@ -250,12 +243,11 @@ class Casting(CastingState):
 
     def tag_compiled_code(self) -> None:
         """Tag code that this thread compiles now with all that decides which calls are cast: it is kept on disk apart."""
-        if not self.is_on():
-            return tag_compiled_code("")
         rules = [f"{getattr(rule.owner, '__name__', '')}.{rule.name}={rule.kind.name}" for rule in self._rules.values()]
         digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
         precisions = f"{self.lower_precision} {self.other_precision() or ''}"
-        tag_compiled_code(f"{precisions} {sorted(self.device_types)} {digest}")
+        tag = f"{_TAG}{precisions} {sorted(self.device_types)} {digest}" if self.is_on() else ""
+        config.cache_key_tag = config.cache_key_tag.partition(_TAG)[0] + tag
 
     def original_of(self, function: Any) -> Any:
         """The function of torch under a wrapper; anything but a wrapper unchanged."""
@@ -268,19 +260,14 @@ class Casting(CastingState):
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
         self._rules[key] = rule
-        is_left_alone = rule.kind is CastKind.NATIVE and not autocast_would_cast(rule)
-        if key not in self._originals:
-            if is_left_alone:
-                return
-            self._originals[key] = _stored(rule.owner, rule.name)
-        stored = self._originals[key]
+        is_left_alone = rule.kind is CastKind.NATIVE and rule.name not in CAST_BY_AUTOCAST
+        if is_left_alone and key not in self._originals:
+            return
+        stored = self._originals.setdefault(key, _stored(rule.owner, rule.name))
         is_special = isinstance(stored, (staticmethod, classmethod))
         function = stored.__func__ if is_special else stored
-        if is_left_alone:  # patched by an earlier rule
-            self._patches.set(rule.owner, rule.name, stored)
-            self._wrappers.pop(id(function), None)
-            return
-        wrapper = wrap(rule, function, self, self._patches)
+        # What an earlier rule has patched may be left alone by a later one.
+        wrapper = function if is_left_alone else wrap(rule, function, self, self._patches)
         self._wrapped_by[id(wrapper)], self._wrappers[id(function)] = function, wrapper
         self._patches.set(rule.owner, rule.name, type(stored)(wrapper) if is_special else wrapper)
 
@@ -307,12 +294,8 @@ def switch_off_left_on() -> None:
     """Switch this thread off where a closed engine has left it on. Public functions and leftover wrappers call it."""
     if (not switched_on and _leaving is None) or _active is not None or _compiling():
         return
-    ident = threading.get_ident()
-    # The end of a region restores the state before it, so inside of a region nothing is to be done.
-    if ident in switched_on and number_of_regions() == 0:
-        restore(switched_on[ident])
-        if is_plain_place():
-            del switched_on[ident]
+    if number_of_regions() == 0:  # else the region's end restores the state before it
+        _switch_off()
     for gone in switched_on.keys() - sys._current_frames().keys():
         del switched_on[gone]
     if not switched_on and patching.changing.acquire(blocking=False):
@@ -320,6 +303,14 @@ def switch_off_left_on() -> None:
             _restore_torch()
         finally:
             patching.changing.release()
+
+
+def _switch_off() -> None:
+    """Restore the state of this thread from before it was switched on; for good at a plain place."""
+    if (before := switched_on.get(threading.get_ident())) is not None:
+        restore(before)
+        if is_plain_place():
+            del switched_on[threading.get_ident()]
 
 
 def _restore_torch() -> None:

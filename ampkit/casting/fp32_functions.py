@@ -1,6 +1,6 @@
 """Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
 
-See "Float32 inside" in NOTES.md. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
+See "Float32 inside" in NOTES.md. `wrappers.wrap` takes these in place of its wrapper, for the names in question.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..dtypes import LOWER_PRECISION
 from .narrow_gradients import RowsOfTable, takes_narrow_gradients
 from .state import CastingState
 
-_WORTHWHILE = 1 << 16  # elements; below, the copy costs less time than Python's part in an autograd function
+WORTHWHILE = 1 << 16  # elements; below, the copy costs less time than Python's part in an autograd function
 _IN_CACHES = 1 << 18  # elements, for each thread
 
 # Bound before anything is patched.
@@ -33,24 +33,17 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
-def without_copies(
+def saving_the_input(
     wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str
 ) -> Callable | None:
-    """Wrap ``wrapper``, which casts ``original``'s arguments to float32, so that no copy is kept; None for other functions."""
-    if any(owner is module for module in (F, torch)) and name in _COMPUTATIONS:
-        return _saving_the_input(wrapper, original, state, _COMPUTATIONS[name])
-    takes_dtype = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
-    if takes_dtype and torch.accelerator.is_available():
-        return _with_dtype(wrapper, original, state)
-    return None
+    """A function for large inputs in lower precision in place of ``wrapper``, which casts ``original``'s to float32; or None."""
+    if not any(owner is module for module in (F, torch)) or name not in _COMPUTATIONS:
+        return None
+    computation = _COMPUTATIONS[name]
 
-
-def _saving_the_input(
-    wrapper: Callable, original: Callable, state: CastingState, computation: _Computation
-) -> Callable:
     def save_the_input(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs.get("input")
-        if not _is_cast(x, state) or not _records_plainly(x) or x.numel() < _WORTHWHILE:
+        x = args[0] if args else kwargs["input"]
+        if not _is_cast(x, state) or not _records_plainly(x):
             return wrapper(*args, **kwargs)
         try:
             arguments = computation.arguments(*args, **kwargs)
@@ -79,8 +72,11 @@ def _records_plainly(x: Tensor) -> bool:
     )
 
 
-def _with_dtype(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
-    """Wrap a function with ``dtype=``, whose kernels convert element by element, except on the CPU."""
+def with_dtype(wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str) -> Callable:
+    """Wrap a function with ``dtype=``, whose kernels convert element by element, except on the CPU; others stay as they are."""
+    takes_dtype = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
+    if not takes_dtype or not torch.accelerator.is_available():
+        return wrapper
 
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -262,7 +258,7 @@ def with_gradients_of_tables(wrapper: Callable, original: Callable, state: Casti
         by_rows = takes_narrow_gradients(weight) and not scale_grad_by_freq
         if state.verbosity < 2 and _is_cast(weight, state) and weight.requires_grad:
             by_rows = True
-        if by_rows and weight.numel() >= _WORTHWHILE and _records_plainly(weight):
+        if by_rows and weight.numel() >= WORTHWHILE and _records_plainly(weight):
             return RowsOfTable.apply(original, weight, indices, padding_idx, scale_grad_by_freq)
         return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
 

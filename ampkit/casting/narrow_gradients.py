@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet, SharedPatches, Undo
-from .library import library as _library
+from .cpp_wrappers import library as _library
 
 _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 

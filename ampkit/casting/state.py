@@ -1,6 +1,8 @@
-"""The switch of casting in each thread, which is torch.autocast's own state (NOTES.md).
+"""The state that decides how a call is cast: the switch of each thread, torch.autocast's own, and the kept casts (NOTES.md).
 
-Every wrapper reads `CastingState`; the engine (engine.py) derives from it, and sets it.
+Every wrapper reads `CastingState`; the engine (engine.py) derives from it, and sets it. A weight is cast once in a call of an
+initialized model, and a stale cast is never used: csrc/casting/cast_store.h says how long a cast lives. Without that library
+there is no store, and a weight is cast at every use.
 
 Note [plain places]
     torch restores a thread's state at the end of some scopes: inference mode, a region, a backward pass, Python code that a
@@ -13,24 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .. import patching
 from ..dtypes import LOWER_PRECISION
-from ..patching import by_tensor
-
-if TYPE_CHECKING:
-    from .cache import CastCaches
+from ..labels import labelled
 
 #: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for parameters
 #: beside these that no optimizer trains, which keep their dtype.
-stored = by_tensor()
+stored = patching.by_tensor()
 
+_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_compiler = torch.compiler
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_enabled = torch.is_autocast_enabled
 _dtype_of = torch.get_autocast_dtype
 _compiling = torch.compiler.is_compiling
@@ -41,6 +47,9 @@ class CastingState:
 
     ``lower_precision`` is the session's. ``control`` is told the same, for the wrappers in C++, where there are any.
     """
+
+    #: Switches this thread off where the engine, now closed, has left it on.
+    leave: Callable[[], None]
 
     def __init__(
         self, lower_precision: torch.dtype, verbosity: int, caches: CastCaches, control: Any | None = None
@@ -70,10 +79,6 @@ class CastingState:
             others = tuple(self.device_types.difference(self.autocast_types))
             self.control.set(self.installed, self.stores, self.autocast_types, choices, others, self.lower_precision)
 
-    def leave(self) -> None:
-        """Switch this thread off where the engine, now closed, has left it on."""
-        raise NotImplementedError
-
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""
         if not self.installed:
@@ -85,11 +90,13 @@ class CastingState:
                 return True
         return False
 
-    def holds_for(self, lower: Sequence[torch.Tensor]) -> bool:
-        """Whether the tables hold, where casts are off, for a call with these tensors in lower precision."""
-        return len(lower) > 0 and self.stores and self.installed and number_of_regions() == 0
+    def region_for(self, tensors: Iterable[Tensor]) -> AbstractContextManager[Any] | None:
+        """A region for a call with these arguments where casts are off; None if it is not cast (models/NOTES.md)."""
+        lower = [x.dtype for x in tensors if x.dtype in LOWER_PRECISION]
+        holds = lower and self.stores and self.installed and number_of_regions() == 0
+        return self.region(True, lower[0], narrow=True) if holds else None
 
-    def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
+    def in_float32(self, weight: Tensor) -> Tensor:
         """The float32 value of a weight that is stored in lower precision; other tensors unchanged."""
         if weight.dtype not in LOWER_PRECISION:
             return weight
@@ -142,12 +149,12 @@ class _Float32(torch.autograd.Function):
     """An autograd node from a stored weight to its float32 value; the gradient goes to the weight, in its dtype."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, value: Any) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, value: Any) -> Tensor:
         ctx.dtype = weight.dtype
         return value.current(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
@@ -211,7 +218,7 @@ number_of_regions._dynamo_marked_constant = True
 def is_plain_place() -> bool:
     """Whether this thread is in no scope that restores its state at the end: see Note [plain places]."""
     in_backward = torch._C._current_graph_task_id() != -1
-    if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _left.depth > 0:
+    if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _this_thread.left_modes > 0:
         return False
     return _excluded() | _excluded_at_rest() == _excluded_at_rest()
 
@@ -220,11 +227,12 @@ def is_plain_place() -> bool:
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 
-class _Left(threading.local):
-    depth = 0
+class _ThisThread(threading.local):
+    left_modes = 0  # the number of blocks of `out_of_modes` that the thread is in
+    kept: tuple[Tensor, ...] = ()  # the weights of `CastCaches.keep`
 
 
-_left = _Left()  # how many blocks of `out_of_modes` this thread is in
+_this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
@@ -234,15 +242,15 @@ def out_of_modes() -> Iterator[None]:
     if not transformed and not torch.is_inference_mode_enabled():
         yield
         return
-    _left.depth += 1
+    _this_thread.left_modes += 1
     try:
         with torch.inference_mode(False), temporarily_clear_interpreter_stack() if transformed else nullcontext():
             yield
     finally:
-        _left.depth -= 1
+        _this_thread.left_modes -= 1
 
 
-Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
+Saved = tuple[dict[str, tuple[bool, torch.dtype]], bool]
 
 #: The states of threads, by ident, before they were switched on for good. They outlive the engine: only a thread itself can switch
 #: itself off, and only at a plain place for good.
@@ -251,7 +259,7 @@ switched_on: dict[int, Saved] = {}
 
 def save(device_types: Sequence[str]) -> Saved:
     """Read this thread's state, for `restore`."""
-    return [(x, _is_enabled(x), _dtype_of(x)) for x in device_types], torch.is_autocast_cache_enabled()
+    return {x: (_is_enabled(x), _dtype_of(x)) for x in device_types}, torch.is_autocast_cache_enabled()
 
 
 def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool = False) -> None:
@@ -265,7 +273,7 @@ def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narro
 def restore(saved: Saved) -> None:
     """Undo `switch`."""
     states, cache_enabled = saved
-    for device_type, enabled, dtype in states:
+    for device_type, (enabled, dtype) in states.items():
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache_enabled)
@@ -305,11 +313,8 @@ def _excluded_at_rest() -> Any:
 
 
 def _in_a_new_thread(function: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(function).result()
 
 
 def _is_known(device_type: str) -> bool:
@@ -318,3 +323,146 @@ def _is_known(device_type: str) -> bool:
         return torch.amp.is_autocast_available(device_type)
     except RuntimeError:
         return False
+
+
+class CastCaches:
+    """The stores of one engine, one for each lower precision; none where ``store_class``, ampkit._casting.CastStore, is None."""
+
+    #: The number of dispatch modes that only watch: they need not see casts.
+    watchers = 0
+
+    def __init__(self, store_class: Any) -> None:
+        self._store_class = store_class
+        dtypes = () if store_class is None else LOWER_PRECISION
+        self._by_dtype = {dtype: store_class() for dtype in dtypes}
+        self._stores = tuple(self._by_dtype.values())
+        if torch.cuda.is_available():
+            for store in self._stores:
+                store.capturing = torch.cuda.is_current_stream_capturing
+        self._bypasses = 0
+
+    def of(self, dtype: torch.dtype) -> Any | None:
+        """The store of tensors cast to ``dtype``, if there are any."""
+        return self._by_dtype.get(dtype)
+
+    def cast(self, dtype: torch.dtype, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """The kept cast of a weight to ``dtype``, or a new one, made by ``convert`` and kept where that is safe."""
+        # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
+        # would miss the cast.
+        if _dynamo_compiling() or _compiler._is_compiling_flag:
+            return convert(weight)
+        if (store := self.of(dtype)) is None:
+            return _not_kept(weight, convert)
+        if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
+            return convert(weight)
+        cast: Tensor = store.cast(weight, convert)
+        return cast
+
+    def call(self, region: AbstractContextManager[Any] | None = None) -> AbstractContextManager[None]:
+        """A context for a call of an initialized model or its method, in a region: casts of weights live to the outermost's end."""
+        region = region or nullcontext()
+        return region if self._store_class is None else Call(self, region)
+
+    def end(self, number: int) -> None:
+        """End the call, or `keep`, with this number."""
+        for store in self._stores:
+            store.end(number)
+
+    @contextlib.contextmanager
+    def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
+        """Keep casts of these weights that this thread makes inside. The script promises no writes that torch does not count."""
+        if self._store_class is None:
+            yield
+            return
+        number, outer = next(_numbers), _this_thread.kept
+        _this_thread.kept = (*outer, *weights)
+        before = self._store_class.set_kept(number, _this_thread.kept)
+        try:
+            yield
+        finally:
+            _this_thread.kept = outer
+            self._store_class.set_kept(before, outer)
+            self.end(number)
+
+    def keep_all(self) -> None:
+        """Keep casts to the next `drop`, wherever they are made, as the handle of Apex's ``amp.init`` does."""
+        for store in self._stores:
+            store.keeps_all = True
+
+    def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
+        """Keep casts of these weights to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
+        for store in self._stores:
+            store.keep_to_step(weights)
+
+    def drop_ended(self) -> None:
+        """Leave the casts of calls that have ended to autograd, which frees each after its use: a backward pass begins."""
+        for store in self._stores:
+            store.drop_ended()
+
+    def drop(self) -> None:
+        """Forget all casts of weights: a step has written to them."""
+        for store in self._stores:
+            store.drop()
+
+    def pairs(self) -> dict[Tensor, Tensor]:
+        """The casts of weights that are kept now, by weight."""
+        return {weight: cast for store in self._stores for weight, cast in store.pairs()}
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget the casts of weights in a tensor's memory, and of all activations, before a write that torch does not count."""
+        for store in self._stores:
+            store.forget(tensor)
+
+    def bypass(self, more: int = 1) -> None:
+        """Cast weights at every use from now on, or undo that with -1."""
+        with patching.changing:
+            self._bypasses += more
+            for store in self._stores:
+                store.bypassed = self._bypasses > 0
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Cast weights at every use inside: a graph that is recorded there has to contain their casts."""
+        self.bypass()
+        try:
+            yield
+        finally:
+            self.bypass(-1)
+
+
+_numbers = itertools.count(1)  # of calls
+_not_kept = labelled("cast weights")(lambda weight, convert: convert(weight))
+
+
+class Call:
+    """The context manager of `CastCaches.call`."""
+
+    __slots__ = ("_caches", "_number", "_region", "_set")
+
+    def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
+        self._caches = caches
+        self._set = caches._store_class.set_call
+        self._region = region
+        self._number = 0  # stays 0 inside of another call of its thread
+
+    def __enter__(self) -> None:
+        self._number = next(_numbers)
+        try:
+            if outer := self._set(self._number):
+                self._set(outer)
+                self._number = 0
+            self._region.__enter__()
+        except BaseException:  # KeyboardInterrupt comes between any two lines
+            self._leave()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._region.__exit__(*error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._number:
+            self._set(0)
+            self._caches.end(self._number)

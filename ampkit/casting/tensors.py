@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -83,7 +84,8 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
         tensors.append(tensor)
         return tensor
 
-    map_tensors(values, visit)
+    for value in values:
+        map_tensors(value, visit)
     return iter(tensors)
 
 
@@ -124,16 +126,16 @@ def _map_in_trace(value: Any, fn: Callable) -> Any:
 
 
 def _map_fixed(value: Any, fn: Callable) -> Any:
-    items = [fn(item) for item in value]
-    if _all_same(items, value):
+    items = list(map(fn, value))
+    if all(map(is_, items, value)):
         return value
     # A named tuple (PackedSequence is one) takes its fields one by one; ``_make`` takes them together.
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _map_list(value: Any, fn: Callable) -> Any:
-    items = [fn(item) for item in value]
-    if _all_same(items, value):
+    items = list(map(fn, value))
+    if all(map(is_, items, value)):
         return value
     mapped = copy.copy(value)  # keeps the attributes of a subclass, and a deque's maxlen
     mapped.clear()
@@ -162,7 +164,3 @@ def _map_attributes(value: Any, fn: Callable) -> Any:
     for name, item in changed.items():
         object.__setattr__(mapped, name, item)  # a frozen dataclass refuses the plain way
     return mapped if changed else value
-
-
-def _all_same(items: list, originals: Any) -> bool:
-    return all(new is old for new, old in zip(items, originals, strict=True))

@@ -24,7 +24,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 from torch.utils.data._utils import fetch
 
-from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
@@ -65,10 +64,9 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
 def _patch_picklers(patches: PatchSet, engine: Any) -> None:
     """Make picklers write torch's own functions by the name of their wrappers.
 
-    Pickle writes a Python function as the name of its place, and refuses when something else stands there. A function that was
-    bound before (by a model, a dataset that goes to a spawned worker) is written as ``copy.copy(torch.nn.functional.softmax)``,
-    which loads anywhere, and leaves functions as they are. The pickler in C writes functions by name, but in a subclass with
-    ``reducer_override``. So ``pickle.Pickler`` becomes one while torch is patched, and the subclasses that exist get the method.
+    Pickle writes a function as the name of its place, and refuses if something else stands there. One that a model bound before
+    is written as ``copy.copy(torch.nn.functional.softmax)``, which loads anywhere, and leaves functions as they are. The pickler
+    in C takes ``reducer_override`` of a subclass alone, so ``pickle.Pickler`` becomes one while torch is patched.
     """
 
     def reducer_override(self: pickle.Pickler, thing: Any) -> Any:
@@ -180,12 +178,6 @@ def aliases_taken() -> int | None:
     return _aliases if type(torch.Tensor.data) is _Data else None
 
 
-def _count(tensor: torch.Tensor) -> None:
-    global _aliases
-    if type(tensor) is not nn.Parameter:
-        _aliases += 1
-
-
 class _Data(property):
     """The property for ``Tensor.data``. dynamo asks for its class and name, where a subclass has a ``__torch_function__``."""
 
@@ -197,9 +189,13 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     """Forget casts where torch does not count writes: through ``.data``, NumPy and DLPack, and in fused steps."""
     data, forget = torch._C.TensorBase.data, state.caches.forget
 
-    def get(tensor: torch.Tensor) -> torch.Tensor:
+    def take_alias(tensor: torch.Tensor) -> None:
+        global _aliases
         forget(tensor)
-        _count(tensor)
+        _aliases += type(tensor) is not nn.Parameter
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        take_alias(tensor)
         return data.__get__(tensor)
 
     def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -212,8 +208,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         data.__set__(tensor, values)
 
     def forgetting(function: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        forget(tensor)
-        _count(tensor)
+        take_alias(tensor)
         return function(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))
@@ -265,18 +260,14 @@ def _trace_without_casts(engine: Any, trace: Callable, tracer: Any, *args: Any, 
         return trace(tracer, *args, **kwargs)
     with engine.disabled():
         graph = trace(tracer, *args, **kwargs)
-    _read_in_float32(graph, tracer.root)
-    return graph
-
-
-def _read_in_float32(graph: torch.fx.Graph, root: Any) -> None:
-    """Insert casts of weights that have rests to float32: generated code calls torch's functions without casts."""
+    # Weights that have rests are read in float32: generated code calls torch's functions without casts.
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        stored_value = stored.get(functools.reduce(getattr, node.target.split("."), root))
+        stored_value = stored.get(functools.reduce(getattr, node.target.split("."), tracer.root))
         if stored_value is not None and stored_value.rest is not None:
             with graph.inserting_after(node):
                 value = graph.call_method("float", (node,))
             node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+    return graph
 
 
 def _see_through(engine: Any, function: Callable, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,4 +282,7 @@ def _compile_apart(engine: Any, function: Callable, *args: Any, **kwargs: Any) -
     try:
         return function(*args, **kwargs)
     finally:
-        give_back_kernels(engine.original_of)  # the casts are in the graphs already
+        # Inductor holds the wrappers where it is loaded while torch is patched; the casts are in the graphs already.
+        if (module := sys.modules.get("torch._inductor.select_algorithm")) is not None:
+            kernels = vars(module.extern_kernels)
+            kernels.update({name: engine.original_of(kernel) for name, kernel in kernels.items()})

@@ -32,7 +32,7 @@ from ..patching import Undo
 from ..policy.cast_rules import CastKind, CastRule
 from ..policy.tables import CPU_LIST, CUDA_LIST
 from .cpp_wrappers import wrap_in_cpp
-from .fp32_functions import with_gradients_of_tables, without_copies
+from .fp32_functions import WORTHWHILE, saving_the_input, with_dtype, with_gradients_of_tables
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
 
@@ -40,6 +40,7 @@ Convert = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
+_tracing = torch._C._get_tracing_state
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -72,26 +73,43 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, undo: Undo) ->
     in_cpp = in_cpp and kind not in (CastKind.CONTRACTION, CastKind.FP32_WEIGHTS)
     if kind is CastKind.LOWER_PRECISION_FP and isinstance(original, FunctionType) and name in _WIDENED_BY_AUTOCAST:
         in_cpp = False  # it leaves torch.autocast on beneath functions in Python
-    saving = None
-    if kind is CastKind.FP32:
-        # The log of casts is written where a copy is made.
-        saving = without_copies(wrapper, original, state, owner, name) if state.verbosity < 2 else None
-        if owner is torch and name == "embedding":
-            saving, in_cpp = with_gradients_of_tables(wrapper, original, state), False
-        if rule.narrow:
-            saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
-    wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
-    if in_cpp:
-        target = _target(kind, state)
-        weights = {}
-        if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
-            weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
-        # What C++ refuses in lower precision it leaves to Python.
-        in_cpp_as = CastKind.BANNED if saving else kind
-        wrapper = wrap_in_cpp(state.control, undo, wrapper, original, owner, name, in_cpp_as, target, **weights)
-    if isinstance(wrapper, FunctionType):
-        _name_like(wrapper, original, owner, name)
-    return wrapper
+    casting, saving = wrapper, None
+    if owner is torch and name == "embedding" and kind is CastKind.FP32:
+        casting, in_cpp = with_gradients_of_tables(wrapper, original, state), False
+    elif kind is CastKind.FP32 and state.verbosity < 2:  # the log of casts is written where a copy is made
+        casting = with_dtype(wrapper, original, state, owner, name)
+        saving = saving_the_input(wrapper, original, state, owner, name)
+    if saving is not None or rule.narrow:
+        casting = _float32_inside(casting, saving, rule.narrow, as_it_is if name in _ROUND_ONCE else None, state)
+    in_python = _where_casts_are_off(casting, beneath, state)
+    # What C++ refuses in lower precision it leaves to Python.
+    in_cpp_as = kind if casting is wrapper else CastKind.BANNED
+    function = _around(in_python, original, owner, name, in_cpp_as, state, undo) if in_cpp else in_python
+    if isinstance(function, FunctionType):
+        _name_like(function, original, owner, name)
+    return function
+
+
+def _around(
+    in_python: Callable, original: Callable, owner: Any, name: str, kind: CastKind, state: CastingState, undo: Undo
+) -> Callable:
+    """Put a wrapper in C++ around one in Python, until the `undo`; the one in Python itself, where C++ has no shape for it."""
+    target, weights = _target(kind, state), {}
+    if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
+        weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
+    function = wrap_in_cpp(state.control, undo, in_python, original, owner, name, kind, target, **weights)
+    if function is None:
+        return in_python
+    if not isinstance(original, FunctionType) and original.__name__ == name:
+        return function
+
+    # For a function that torch wrote in Python, or that is pickled under another name than its own (``linalg_norm``).
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            return in_python(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _known_to_tables(method: Callable) -> Callable:
@@ -106,20 +124,30 @@ def _known_to_tables(method: Callable) -> Callable:
     return call
 
 
-def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> Callable:
-    """Wrap ``wrapper`` to return narrow results in models that have them. ``native`` computes in float32 inside and rounds once."""
+def _float32_inside(
+    wrapper: Callable, saving: Callable | None, has_narrow: bool, native: Callable | None, state: CastingState
+) -> Callable:
+    """Wrap a row in float32 that must not keep a copy of a large input, or has narrow results in models that have them.
 
-    def narrow(*args: Any, **kwargs: Any) -> Any:
+    ``saving`` keeps the input in its own precision. ``native`` computes in float32 inside and rounds once.
+    """
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         dtype = getattr(x, "dtype", None)
-        if dtype not in LOWER_PRECISION or not state.is_narrow():
+        if dtype not in LOWER_PRECISION:
             return wrapper(*args, **kwargs)
-        if native is not None:  # in another precision too, where a call names one
+        is_narrow = has_narrow and state.stores and state.is_narrow()
+        if is_narrow and native is not None:  # in another precision too, where a call names one
             return native(*args, **kwargs)
-        result = wrapper(*args, **kwargs)
-        return result.to(dtype) if isinstance(result, Tensor) and result.dtype is torch.float32 else result
+        # In a trace a size is symbolic, or a tensor.
+        has_size = type(x) in (Tensor, Parameter) and not _compiling() and _tracing() is None
+        is_large = saving is not None and has_size and x.numel() >= WORTHWHILE
+        result = (saving if is_large else wrapper)(*args, **kwargs)
+        is_wide = is_narrow and isinstance(result, Tensor) and result.dtype is torch.float32
+        return result.to(dtype) if is_wide else result
 
-    return narrow
+    return inside
 
 
 _ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
@@ -134,8 +162,8 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
         if not state.stores:
             return original(*args, **kwargs)
         lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
-        if state.holds_for(lower):
-            with state.region(True, lower[0].dtype, narrow=True):
+        if (region := state.region_for(lower)) is not None:
+            with region:
                 return wrapper(*args, **kwargs)
         if lower and all(type(x) is Parameter for x in lower):
             return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
@@ -144,15 +172,11 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
     return call
 
 
-def autocast_would_cast(rule: CastRule) -> bool:
-    """Whether torch.autocast, on any device, casts the arguments of a function that the tables leave alone."""
-    return rule.name in _CAST_BY_AUTOCAST
-
-
 _WIDENED_BY_AUTOCAST = frozenset(
     name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names if group.kind in (CastKind.FP32, CastKind.BANNED)
 )
-_CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
+#: Names of functions whose arguments torch.autocast casts on some device. Others that the tables leave alone are not patched.
+CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
     *("cat", "concat", "concatenate", "stack", "index_copy"),
 }
 
@@ -175,15 +199,15 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
 def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | None = None) -> Convert:
     """The cast of a single tensor that a rule of this kind asks for; ``dtype`` is another lower precision than the session's."""
     target = dtype or _target(kind, state)
-    if kind is CastKind.FP32:
-        return _fitting(target, state, name)
     convert = _converter(target, state, name)
+    if kind is CastKind.FP32:
+        return convert
 
     def lower(x: Tensor) -> Tensor:
-        if x.dtype is target or x.dtype not in CASTABLE:
-            return x
         # Other leaves are inputs, which scripts edit through .data; subclasses carry more than a storage and a version.
-        return state.caches.cast(target, x, convert) if type(x) is Parameter else convert(x)
+        if type(x) is Parameter and x.dtype is not target and x.dtype in CASTABLE:
+            return state.caches.cast(target, x, convert)
+        return convert(x)
 
     return lower
 
@@ -196,7 +220,7 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
         return None
     # As everywhere in torch, 0-dim tensors have no say where there are others.
     deciding = [x.dtype for x in floating if x.dim()] or dtypes
-    return _fitting(functools.reduce(torch.promote_types, deciding), state, name)
+    return _converter(functools.reduce(torch.promote_types, deciding), state, name)
 
 
 def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
@@ -221,7 +245,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
             for x in args:
                 if isinstance(x, Tensor):
                     x = cast(x) if x.dtype in to_be_cast else x
-                elif not (isinstance(x, LEAVES) or _is_shape(x)):
+                elif not isinstance(x, LEAVES) and not (type(x) is tuple and set(map(type, x)) <= {int}):  # a shape
                     x = map_tensors(x, cast)
                 converted.append(x)
             return call(*converted, **map_tensors(kwargs, cast)) if kwargs else call(*converted)
@@ -234,7 +258,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
 
 def _into(out: Any, function: Callable, args: tuple, kwargs: dict, state: CastingState, name: str) -> Any:
     """Call ``function`` with ``out=``, and with arguments in the dtype of ``out``."""
-    fit = _fitting(_dtype_of(out), state, name)
+    fit = _converter(_dtype_of(out), state, name)
     return function(*map_tensors(args, fit), **map_tensors({**kwargs, "out": None}, fit) | {"out": out})
 
 
@@ -288,7 +312,7 @@ def _match_first(kind: CastKind, original: Callable, as_it_is: Callable, state: 
         dtype = getattr(first, "dtype", None)
         if dtype not in CASTABLE:
             return as_it_is(*args, **kwargs)
-        fit = _fitting(dtype, state, name)
+        fit = _converter(dtype, state, name)
         # The tensors of these functions are arguments of their own; lists hold indices only.
         rest = [fit(x) if isinstance(x, Tensor) else x for x in rest]
         named = {key: fit(x) if isinstance(x, Tensor) else x for key, x in kwargs.items()}
@@ -392,40 +416,24 @@ def _target(kind: CastKind, state: CastingState) -> torch.dtype:
     return torch.bfloat16 if kind is CastKind.BFLOAT16 else torch.float32
 
 
-def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
-    """The cast to ``dtype`` of a tensor on one of the session's devices; others are returned unchanged."""
-    to_dtype = CONVERT[dtype]
-    casts_on = state.casts_on
+def _converter(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
+    """The cast to ``dtype`` of a tensor in another precision, on one of the session's devices; others are returned unchanged."""
+    if dtype not in CASTABLE:  # float64, say
+        return lambda x: x
+    to_dtype, casts_on = CONVERT[dtype], state.casts_on
     elsewhere = torch.bfloat16 if name in _TO_NUMPY else None
 
     def convert(x: Tensor) -> Tensor:
+        if x.dtype is dtype or x.dtype not in CASTABLE:
+            return x
         # x.device.type alone costs ten times as much as is_cpu.
-        if casts_on("cpu" if x.is_cpu else x.device.type) or x.dtype is elsewhere:
-            return to_dtype(x)
-        return x
-
-    if state.verbosity < 2:
-        return convert
-
-    def convert_and_log(x: Tensor) -> Tensor:
-        cast = convert(x)
-        if cast is not x:
+        if not casts_on("cpu" if x.is_cpu else x.device.type) and x.dtype is not elsewhere:
+            return x
+        if state.verbosity >= 2:
             _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
-        return cast
+        return to_dtype(x)
 
-    return convert_and_log
-
-
-def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
-    """The cast of arguments to ``dtype``; none when that is float64, say."""
-    if dtype not in CASTABLE:
-        return lambda x: x
-    convert = _converter(dtype, state, name)
-    return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
-
-
-def _is_shape(value: Any) -> bool:
-    return type(value) is tuple and set(map(type, value)) <= {int}
+    return convert
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting.library import library
+from ..casting.cpp_wrappers import library
 from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
 from ..dtypes import CASTABLE, LOWER_PRECISION

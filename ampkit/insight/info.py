@@ -9,7 +9,7 @@ import sys
 import torch
 
 from .. import __version__
-from ..casting import library as wrappers
+from ..casting import cpp_wrappers as wrappers
 from ..devices import has_instructions_for
 from ..kernels import implementation
 from ..libraries import BUILD, SWITCHED_OFF

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from ..casting.library import library as _library
+from ..casting.cpp_wrappers import library as _library
 from ..errors import ConfigurationError
 from ..events import listeners, telling
 from ..patching import PatchSet, Reference, SharedPatches, by_tensor

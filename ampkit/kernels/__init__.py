@@ -1,8 +1,8 @@
-"""The multi-tensor operators: defined in plain torch (reference.py, reference_optimizers.py), routed to the compiled kernels where
-there are some (routing.py)."""
+"""The multi-tensor operators, in plain torch and by compiled kernels; backend.py loads these."""
 
 from ampkit.kernels.backend import Implementation as Implementation
 from ampkit.kernels.backend import implementation as implementation
+from ampkit.kernels.reference import NO_BAD as NO_BAD
 from ampkit.kernels.reference import joined as joined
 from ampkit.kernels.reference import multi_tensor_axpby as multi_tensor_axpby
 from ampkit.kernels.reference import multi_tensor_join as multi_tensor_join
@@ -15,6 +15,5 @@ from ampkit.kernels.reference import update_scale as update_scale
 from ampkit.kernels.reference_optimizers import clip_coefficient as clip_coefficient
 from ampkit.kernels.reference_optimizers import multi_tensor_adam as multi_tensor_adam
 from ampkit.kernels.reference_optimizers import multi_tensor_sgd as multi_tensor_sgd
-from ampkit.kernels.routing import NO_BAD as NO_BAD
 from ampkit.kernels.split import join as join
 from ampkit.kernels.split import split as split

@@ -52,10 +52,8 @@ def through_dispatcher(op: str, *arguments: Any) -> Any:
     """Call the operator of torch.ops.ampkit, and count its writes for autograd's checks and weight-cast caches."""
     result = _ops[op](*arguments)
     if not torch.compiler.is_compiling():
-        for i in _written[op]:
-            argument = arguments[i]
-            if argument is not None:
-                torch._C._increment_version([argument] if isinstance(argument, torch.Tensor) else list(argument))
+        for argument in [arguments[i] for i in _written[op] if arguments[i] is not None]:
+            torch.autograd.graph.increment_version(argument)
     return result
 
 

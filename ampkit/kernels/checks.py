@@ -1,5 +1,6 @@
 """Checks of every operator's lists and flags, with errors that name the fault and its place."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -100,7 +101,4 @@ def _fault_of_packed(tensor: Tensor, numel: int) -> str | None:
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of arithmetic on these tensors: float32, or wider where one of them is."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampkit.kernels.checks import compute_dtype
 from ampkit.kernels.moments import MOMENTS, PARAM, draw, pack, to_bfloat16, unpack
-from ampkit.kernels.routing import Number, Tensors, moved_to, number, serve
+from ampkit.kernels.reference import Number, Tensors, moved_to, serve
 from ampkit.kernels.split import join, split
 
 
@@ -238,17 +238,14 @@ def step_arguments(
     round_params: bool = False,
 ) -> tuple[Any, ...]:
     """Return the arguments of the operator of all steps besides the lists (csrc/ops.h). `_Settings` reads them back."""
-    lr_tensor = step_tensor = inv_scale_tensor = clip_tensor = None
-    if isinstance(lr, Tensor):
-        lr, lr_tensor = number(lr)
-    if isinstance(step, Tensor):
-        step, step_tensor = number(step)
-    if inv_scale is None or isinstance(inv_scale, Tensor):
-        inv_scale, inv_scale_tensor = number(inv_scale)
-    if clip is None or isinstance(clip, Tensor):
-        clip, clip_tensor = number(clip)
-    settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *rule_settings)
-    return settings, lr_tensor, step_tensor, inv_scale_tensor, clip_tensor, found_inf, each, positions
+    numbers, tensors = [], []
+    for value in (lr, step, inv_scale, clip):
+        is_tensor = isinstance(value, Tensor)
+        tensors.append(None if not is_tensor else value if value.is_floating_point() else value.to(torch.float32))
+        numbers.append(1.0 if is_tensor or value is None else value)
+    rate, count, *factors = numbers
+    settings = (rate, count, math.prod(factors), seed & 0xFFFFFFFF, seed >> 32, round_params, *rule_settings)
+    return settings, *tensors, found_inf, each, positions
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ import torch
 
 from .. import kernels
 from ..errors import ConfigurationError
-from ..kernels.routing import Number as Scale
-from ..kernels.routing import moved_to
+from ..kernels.reference import Number as Scale
+from ..kernels.reference import moved_to
 from ..sharding import by_placement, is_sharded, total_over
 
 __all__ = ["Scale", "moved_to", "norm_of", "refuse_to_begin"]

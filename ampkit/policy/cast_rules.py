@@ -44,9 +44,6 @@ SPECIAL = "torch.special"
 VF = "torch._VF"
 VISION = "torch.ops.torchvision"
 
-# Functions of torch that those of torch.nn.functional call, where the names differ.
-_OTHER_NAMES = {"grid_sample": "grid_sampler"}
-
 
 @dataclass(frozen=True)
 class RuleGroup:
@@ -108,7 +105,7 @@ def namesakes(rule: CastRule) -> list[tuple[Any, str]]:
     """
     if rule.owner is not resolve_owner(F):
         return []
-    name = _OTHER_NAMES.get(rule.name, rule.name)
+    name = "grid_sampler" if rule.name == "grid_sample" else rule.name
     owners = [resolve_owner(path) for path in (TORCH, TENSOR)]
     return [(owner, name) for owner in owners if hasattr(owner, name)]
 

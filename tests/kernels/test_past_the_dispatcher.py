@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
-from ampkit.kernels import backend, routing
+from ampkit.kernels import backend
+from ampkit.kernels.reference import serve
 
 pytestmark = [pytest.mark.compiled("kernels"), pytest.mark.compiled("wrappers")]
 WRITES_OUTPUTS = 0b10
@@ -134,7 +135,7 @@ def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly,
         done.append("reference")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        routing.serve("multi_tensor_double", reference, dict(inputs=[torch.ones(2)], outputs=[torch.ones(2)]))
+        serve("multi_tensor_double", reference, dict(inputs=[torch.ones(2)], outputs=[torch.ones(2)]))
     assert done == ["kernel"]
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ampkit.casting import fp32_functions
+from ampkit.casting import fp32_functions, wrappers
 
 pytestmark = pytest.mark.switch
 
@@ -60,13 +60,14 @@ CASES = {
 SAVING = ("layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy")
 
 
-SHIPPED_THRESHOLD = fp32_functions._WORTHWHILE
+SHIPPED_THRESHOLD = fp32_functions.WORTHWHILE
 
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     """Remove the threshold, since the cases are small; tests of the shipped threshold restore it. Caches hold ten of 64 samples."""
-    monkeypatch.setattr(fp32_functions, "_WORTHWHILE", 0)
+    for module in (fp32_functions, wrappers):
+        monkeypatch.setattr(module, "WORTHWHILE", 0)
     monkeypatch.setattr(fp32_functions, "_IN_CACHES", 10 * 96 // torch.get_num_threads())
 
 
@@ -380,7 +381,8 @@ OF_ROWS = {
 @pytest.mark.parametrize("rows, kept", [(1023, torch.float32), (1024, torch.bfloat16)])
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, rows, kept, in_python, monkeypatch):
-    monkeypatch.setattr(fp32_functions, "_WORTHWHILE", SHIPPED_THRESHOLD)
+    for module in (fp32_functions, wrappers):
+        monkeypatch.setattr(module, "WORTHWHILE", SHIPPED_THRESHOLD)
     number, call = OF_ROWS[name]
     x = (torch.randn(rows, 64) + 0.5).bfloat16().requires_grad_()
     tensors = [x, *((torch.rand(64) + 0.5).requires_grad_() for _ in range(number))]

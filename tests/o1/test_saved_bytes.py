@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import ampkit
-from ampkit.casting.library import library
+from ampkit.casting.cpp_wrappers import library
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT
 
 from ampkit import __version__, kernels
-from ampkit.casting import library as wrappers
+from ampkit.casting import cpp_wrappers as wrappers
 
 
 def run(*arguments, cwd=ROOT, **environment):
@@ -68,7 +68,7 @@ def test_the_implementation_asked_for_is_the_one_under_test():
         assert (wrappers.library is None) == (wish == "off")
 
 
-DISPATCH = "from ampkit.casting.library import library, why; print('Python' if library is None else 'C++', why)"
+DISPATCH = "from ampkit.casting.cpp_wrappers import library, why; print('Python' if library is None else 'C++', why)"
 OTHER_TORCH = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.11.1+cu999'); "
 
 

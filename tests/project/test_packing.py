@@ -133,7 +133,7 @@ def assert_holds(site, libraries):
 USE = """
 import sys, torch, ampkit
 from ampkit import kernels
-from ampkit.casting.library import library
+from ampkit.casting.cpp_wrappers import library
 from ampkit.optimizers import FusedSGD
 
 assert ampkit.__file__.startswith(sys.argv[1]), ampkit.__file__

@@ -15,7 +15,7 @@ from helpers import iterate, net_with_norm
 from torch import nn
 
 import ampkit
-from ampkit.casting import library
+from ampkit.casting import cpp_wrappers
 from ampkit.errors import ExtensionError
 from ampkit.kernels.backend import Implementation
 from ampkit.libraries import load_library
@@ -146,8 +146,8 @@ def test_libraries_that_were_not_built_are_told_once_with_the_cure(kernels, wrap
     monkeypatch.setattr(
         session_module, "implementation", lambda: Implementation("reference" if kernels else "extension", kernels or "")
     )
-    monkeypatch.setattr(library, "library", None if wrappers else session_module)
-    monkeypatch.setattr(library, "why", wrappers or "")
+    monkeypatch.setattr(cpp_wrappers, "library", None if wrappers else session_module)
+    monkeypatch.setattr(cpp_wrappers, "why", wrappers or "")
     session_module._log_missing_libraries.cache_clear()
     lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
     session_module._log_missing_libraries.cache_clear()

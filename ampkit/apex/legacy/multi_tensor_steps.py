@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..kernels import multi_tensor_l2norm
 from ..kernels.checks import check_lists, compute_dtype
+from ..kernels.reference import Number, Tensors
 from ..kernels.reference_optimizers import adam, adam_direction, for_each, formula, step_arguments, subtract, take_step
-from ..kernels.routing import Number, Tensors
 
 
 def multi_tensor_adagrad(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...casting.cache import CastCaches
+from ...casting.state import CastCaches
 from ...devices import computes_slowly_in
 from ...errors import ConfigurationError
 from ...events import Listener, forwards, is_stepping, steps
