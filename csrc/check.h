@@ -15,7 +15,7 @@ class Refusal : public std::runtime_error {
 };
 
 // Thrown before a kernel has written anything, if torch could not allocate. The stable ABI hides the type and the text of
-// torch's error: Python allocates the same bytes, and torch raises its own (ampkit/kernels/routing.py).
+// torch's error: Python allocates the same bytes, and torch raises its own (ampkit/kernels/reference.py).
 class OutOfMemory : public std::runtime_error {
  public:
   explicit OutOfMemory(int64_t bytes) : std::runtime_error("ampkit: out of memory: " + std::to_string(bytes) + " bytes") {}

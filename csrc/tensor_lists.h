@@ -2,7 +2,7 @@
 //
 // A driver sees flat memory: for tensor i, one pointer and one dtype per list, and a number of elements. Lists may mix
 // dtypes and sizes freely. The tensors of one row have no gaps, and strides that agree (contiguous, channels-last); others are
-// refused, and Python copies them (ampkit/kernels/routing.py).
+// refused, and Python copies them (ampkit/kernels/reference.py).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

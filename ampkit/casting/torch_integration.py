@@ -179,10 +179,11 @@ def aliases_taken() -> int | None:
 
 
 class _Data(property):
-    """The property for ``Tensor.data``. dynamo asks for its class and name, where a subclass has a ``__torch_function__``."""
+    """The property for ``Tensor.data``. To dynamo, which asks it for ``__get__``, it is torch's own."""
 
-    __objclass__ = torch._C.TensorBase
-    __name__ = "data"
+    def __init__(self, own: Any, get: Callable, put: Callable) -> None:
+        super().__init__(get, put, own.__delete__, own.__doc__)
+        self.__get__ = own.__get__
 
 
 def _patch_writes(patches: PatchSet, state: CastingState) -> None:
@@ -211,7 +212,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         take_alias(tensor)
         return function(tensor, *args, **kwargs)
 
-    patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))
+    patches.set(torch.Tensor, "data", _Data(data, get, put))
     for name in ("numpy", "__dlpack__"):
         patches.put_around(torch.Tensor, name, forgetting)
 

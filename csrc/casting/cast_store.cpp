@@ -383,7 +383,7 @@ PyTypeObject make_store_type() {
   type.tp_name = "ampkit._casting.CastStore";
   type.tp_basicsize = sizeof(CastStore);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.cache.CastCaches.";
+  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.state.CastCaches.";
   type.tp_new = store_new;
   type.tp_dealloc = store_dealloc;
   type.tp_traverse = store_traverse;

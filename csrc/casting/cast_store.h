@@ -1,4 +1,4 @@
-// Casts of weights and of recent activations to one dtype; ampkit.casting.cache.CastCaches holds a store for each dtype. Call reads
+// Casts of weights and of recent activations to one dtype; ampkit.casting.state.CastCaches holds a store for each dtype. Call reads
 // and fills it without going through Python. `lifetime_of` alone decides how long a cast lives: to the end
 // of the outermost call of an initialized model in this thread, to the end of keep_casts, or to the optimizer step. Elsewhere
 // nothing is kept. Casts made with grad mode, without it, and in inference mode are kept apart: a cast that autograd did not record
