@@ -1,7 +1,7 @@
 """The one place that decides who computes the multi-tensor operators: the compiled kernels or plain torch.
 
 The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implementation() tells what was chosen and why. The
-operators are called through torch's dispatcher (`through_dispatcher`) or past it (`direct`); which of them is reference.py's choice.
+operators are called through torch's dispatcher (`through_dispatcher`) or past it (`direct`); reference.py chooses.
 """
 
 import importlib
