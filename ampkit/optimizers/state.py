@@ -12,6 +12,7 @@ gives back into parameter and rest again.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class KeepsState(torch.optim.Optimizer):
 
     storage = Storage()
     rests = False
+    check_group: Callable[
+        [dict[str, Any]], None
+    ]  # raises ValueError or RuntimeError for settings that are not accepted
 
     @property
     def keeps_narrow_state(self) -> bool:
@@ -112,12 +116,9 @@ class KeepsState(torch.optim.Optimizer):
             for key, param in self._by_key(saved).items():
                 if key in saved["state"]:
                     saved["state"][key] = self.storage.load(saved["state"][key], param)
-        steps: dict[int, torch.Tensor] = {}
         for key, state in saved["state"].items():
-            step = state.get("step")
-            if isinstance(step, torch.Tensor):
-                here = steps.setdefault(id(step), step.detach().cpu())
-                saved["state"][key] = {**state, "step": here.clone()}
+            if isinstance(step := state.get("step"), torch.Tensor):
+                saved["state"][key] = {**state, "step": step.detach().cpu().clone()}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,9 +144,6 @@ class KeepsState(torch.optim.Optimizer):
                 self.storage.store(self.state[param], param)
         self._load_rests(params, state_dict["state"])
         self._share_equal_counts()
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError or RuntimeError for settings that are not accepted."""
 
     def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
         """Load rests as they were saved, since torch makes them floating-point. Warns of missing and of useless ones."""
