@@ -131,6 +131,7 @@ class FusedOptimizer(KeepsState):
                 "the next is made. Use clip_value=, or leave one of the two out."
             )
         self.storage = Storage.of(self, state_dtype, rounding, seed)
+        self.keeps_narrow_state = self.storage.is_narrow
         self.rests = rests and not self.storage.is_stochastic
         self.step_in_backward, self.max_norm, self.clip_value = step_in_backward, max_norm, clip_value
         if fused:
