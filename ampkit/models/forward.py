@@ -177,9 +177,8 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
     casts = model.__dict__.get(CASTS_KEY)
     if casts is None and not _compiling():  # a part that is called alone has the casts of its model
         casts = _parts.get(model)
-    if (
-        casts is None or casts is _running.casts
-    ):  # super().forward(), or a forward on the instance that calls the class's
+    # The same casts: super().forward(), or a forward on the instance that calls the class's.
+    if casts is None or casts is _running.casts:
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs, casts)
@@ -188,8 +187,7 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a method of the model as one call: casts of weights are kept until it returns."""
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
-    traced = _compiling()
-    if casting is None or casts is None or not casts.casts_calls or (traced and casts.narrow_in is None):
+    if casting is None or casts is None or not casts.casts_calls or (casts.narrow_in is None and _compiling()):
         return method(model, *args, **kwargs)
     # Where calls are cast inside of the models alone, a method casts as the forward does.
     with casting.forward_scope(casts.narrow_in) if casts.narrow_in is not None else casting.caches.call():
