@@ -93,7 +93,7 @@ def _zero_grad(model: nn.Module, original: Callable, args: tuple, kwargs: dict) 
 
 def _prepare_scriptable(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict) -> Any:
     # Asked for by torch.jit.script, which compiles from source.
-    if CASTS_KEY not in model.__dict__:
+    if model.__dict__.get(CASTS_KEY) is None:
         return model if original is None else original(model)
     raise ConfigurationError(
         f"torch.jit.script was given an initialized model ({type(model).__name__}). A script is compiled from the source of "
