@@ -21,7 +21,6 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..sharding import local
 from .in_backward import BackwardHooks
-from .moments import Storage
 from .scales import Scale, moved_to, norm_of, refuse_to_begin
 from .state import KEEPERS, KeepsState
 
@@ -101,25 +100,14 @@ class FusedOptimizer(KeepsState):
     _skips: torch.Tensor | None = None  # how many steps were skipped, on their device
     more_defaults: dict[str, Any] = {}  # noqa: RUF012  (settings of groups that a derived optimizer has besides)
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: str | torch.dtype = "float32",
-        rests: bool = False,
-        step_in_backward: bool = False,
-        max_norm: float | None = None,
-        clip_value: float | None = None,
-        rounding: str = "nearest",
-        seed: int = 0,
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {**defaults, **self.more_defaults})
+
+    def train_lower_precision(
+        self, rests: bool, step_in_backward: bool, max_norm: float | None, clip_value: float | None
     ) -> None:
+        """Set the constructor's arguments for rests and clipping, before there are groups."""
         kind = type(self).__name__
-        refuse_unsupported(kind, differentiable=differentiable)
         for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
             if value is not None and (not _is_number(value, float("inf")) or not value):
                 raise ValueError(f"{kind}: {name}={value!r} is not accepted: expected a number above 0.")
@@ -130,18 +118,8 @@ class FusedOptimizer(KeepsState):
                 f"{kind}: max_norm needs the gradients of all parameters at once, and with step_in_backward=True each is gone when "
                 "the next is made. Use clip_value=, or leave one of the two out."
             )
-        self.storage = Storage.of(self, state_dtype, rounding, seed)
-        self.keeps_narrow_state = self.storage.is_narrow
         self.rests = rests and not self.storage.is_stochastic
         self.step_in_backward, self.max_norm, self.clip_value = step_in_backward, max_norm, clip_value
-        if fused:
-            self._step_supports_amp_scaling = True
-        settings = dict(self.more_defaults)
-        if maximize:  # else groups do not hold it: Apex's checkpoints do not know it
-            settings["maximize"] = True
-        if self.storage.draws:
-            settings["seed"] = seed
-        super().__init__(params, {**defaults, **settings})
 
     @property
     def device_settings(self) -> dict[str, torch.dtype]:
@@ -312,8 +290,10 @@ class FusedOptimizer(KeepsState):
                 self.update(group, batch, step)
 
     def _place_settings(self, group: dict[str, Any]) -> None:
-        for name, dtype in self.device_settings.items() if group["params"] else ():
-            group[name] = torch.as_tensor(group[name], dtype=dtype, device=group["params"][0].device)
+        if self.device_settings and group["params"]:
+            device = group["params"][0].device
+            for name, dtype in self.device_settings.items():
+                group[name] = torch.as_tensor(group[name], dtype=dtype, device=device)
 
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         """Move the parameters of a batch; ``step`` is the number of this step, 1.0 where steps are not counted."""
@@ -372,11 +352,14 @@ class FusedOptimizer(KeepsState):
 
     def moments(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """The state ``name`` of each parameter, in the dtype of `Storage`; zeros on first use."""
+        moments = []
         for param, state in zip(batch.params, batch.states):
-            if state.get(name) is None:
+            moment = state.get(name)
+            if moment is None:
                 refuse_to_begin("the optimizer's state", param.device)
-                state[name] = self.storage.zeros(param)
-        return [state[name] for state in batch.states]
+                moment = state[name] = self.storage.zeros(param)
+            moments.append(moment)
+        return moments
 
     def global_norm(self, groups: list[dict[str, Any]] | None = None) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
@@ -399,6 +382,11 @@ def refuse_unsupported(optimizer: str, **settings: bool) -> None:
     twin = "SGD" if "SGD" in optimizer else "Adam" if optimizer == "Adam" else "AdamW"
     for name in [name for name, value in settings.items() if value]:
         raise RuntimeError(f"{optimizer} does not support {_UNSUPPORTED[name]}. Use torch.optim.{twin}({name}=True).")
+
+
+def where_true(**settings: bool) -> dict[str, bool]:
+    """Return the settings that are True. Groups hold no others of them, since Apex's checkpoints do not know them."""
+    return {name: value for name, value in settings.items() if value}
 
 
 def _inputs_of_grad_scaler(optimizer: Any) -> StepInputs:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .. import kernels
-from .fused import Batch, FusedOptimizer, refuse_unsupported
+from .fused import Batch, FusedOptimizer, refuse_unsupported, where_true
+from .moments import Storage
 from .scales import Scale
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -50,15 +51,27 @@ class AdamW(FusedOptimizer):
         weight_decay: float = 0.01,
         amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         bias_correction: bool = True,
-        **settings: Any,
+        state_dtype: str | torch.dtype = "float32",
+        rests: bool = True,
+        step_in_backward: bool = False,
+        max_norm: float | None = None,
+        clip_value: float | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
-        refuse_unsupported(type(self).__name__, amsgrad=amsgrad)
+        refuse_unsupported(type(self).__name__, amsgrad=amsgrad, differentiable=differentiable)
         self.capturable = capturable
+        self.storage = Storage.of(self, state_dtype, rounding, seed)
+        self.train_lower_precision(rests, step_in_backward, max_norm, clip_value)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults, **{"rests": True, **settings})
-        if capturable:
+        super().__init__(params, {**defaults, **self.storage.defaults(seed), **where_true(maximize=maximize)})
+        if capturable or fused:
             self._step_supports_amp_scaling = True
 
     @property
@@ -103,7 +116,7 @@ class Adam(AdamW):
         **settings: Any,
     ) -> None:
         self.adam_w_mode = 0
-        self.more_defaults = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        self.more_defaults = where_true(decoupled_weight_decay=decoupled_weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch.optim.optimizer import required
 
 from .. import kernels
-from .fused import Batch, FusedOptimizer
+from .fused import Batch, FusedOptimizer, refuse_unsupported, where_true
+from .moments import Storage
 from .scales import Scale
 
 _SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
@@ -38,17 +39,32 @@ class SGD(FusedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         wd_after_momentum: bool = False,
-        **settings: Any,
+        state_dtype: str | torch.dtype = "float32",
+        rests: bool = True,
+        step_in_backward: bool = False,
+        max_norm: float | None = None,
+        clip_value: float | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
+        refuse_unsupported(type(self).__name__, differentiable=differentiable)
         if nesterov and (not momentum or dampening != 0):
             raise ValueError(
                 f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
             )
-        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        super().__init__(params, defaults, **{"rests": True, **settings})
+        self.storage = Storage.of(self, state_dtype, rounding, seed)
         self.counts_steps = self.storage.draws  # random numbers depend on it
+        self.train_lower_precision(rests, step_in_backward, max_norm, clip_value)
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
+        super().__init__(params, {**defaults, **self.storage.defaults(seed), **where_true(maximize=maximize)})
         self.wd_after_momentum = wd_after_momentum
+        if fused:
+            self._step_supports_amp_scaling = True
 
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         for first_run, part in self._split_by_buffer(group, batch):

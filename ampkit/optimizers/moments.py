@@ -55,6 +55,10 @@ class Storage:
     def draws(self) -> bool:
         return self.is_narrow or self.is_stochastic
 
+    def defaults(self, seed: int) -> dict[str, int]:
+        """The settings that parameter groups hold, and so checkpoints."""
+        return {"seed": seed} if self.draws else {}
+
     def zeros(self, param: torch.Tensor) -> torch.Tensor:
         """A moment before the first step."""
         if self.state_dtype is torch.uint8 and param.dtype in CASTABLE:

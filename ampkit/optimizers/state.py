@@ -12,7 +12,6 @@ gives back into parameter and rest again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,10 +35,11 @@ class KeepsState(torch.optim.Optimizer):
 
     storage = Storage()
     rests = False
-    keeps_narrow_state = False  # as ``state_dtype`` says: the session does not make it float32
-    check_group: Callable[
-        [dict[str, Any]], None
-    ]  # raises ValueError or RuntimeError for settings that are not accepted
+
+    @property
+    def keeps_narrow_state(self) -> bool:
+        """Whether its moments are in lower precision because ``state_dtype`` says so; the session does not make them float32."""
+        return self.storage.is_narrow
 
     def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Begin to keep the rest of a parameter: that of another optimizer which keeps one, or zeros. Writes ``values`` to it."""
@@ -112,9 +112,12 @@ class KeepsState(torch.optim.Optimizer):
             for key, param in self._by_key(saved).items():
                 if key in saved["state"]:
                     saved["state"][key] = self.storage.load(saved["state"][key], param)
+        steps: dict[int, torch.Tensor] = {}
         for key, state in saved["state"].items():
-            if isinstance(step := state.get("step"), torch.Tensor):
-                saved["state"][key] = {**state, "step": step.detach().cpu().clone()}
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                here = steps.setdefault(id(step), step.detach().cpu())
+                saved["state"][key] = {**state, "step": here.clone()}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,6 +150,9 @@ class KeepsState(torch.optim.Optimizer):
             )
         self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
         self._share_equal_counts()
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError or RuntimeError for settings that are not accepted."""
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
