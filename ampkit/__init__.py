@@ -8,27 +8,66 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from . import optimizers as optimizers
-    from . import parallel as parallel
-    from .api import *  # noqa: F403
-    from .casting.decorators import *  # noqa: F403
-    from .errors import *  # noqa: F403
-    from .insight.diagnose import diagnose as diagnose
-    from .insight.explain import explain as explain
-    from .insight.record.recorder import recording as recording
-    from .insight.steps import loss_scale as loss_scale
-    from .insight.steps import on_step as on_step
-    from .insight.tuning.tune import tune as tune
-    from .insight.updates import check_updates as check_updates
-    from .integrations.grad_scaler import GradScaler as GradScaler
-    from .integrations.grad_scaler import from_grad_scaler as from_grad_scaler
-    from .integrations.grad_scaler import to_grad_scaler as to_grad_scaler
-    from .iteration.loss_scale import DynamicLossScale as DynamicLossScale
-    from .models.forward import cast_inputs as cast_inputs
-    from .policy import Policy as Policy
-    from .registry import current_session as current_session
+    from . import optimizers, parallel
+    from .api import (
+        clip_grad_norm_,
+        close,
+        disable_casts,
+        initialize,
+        keep_casts,
+        load_state_dict,
+        master_params,
+        scale_loss,
+        session,
+        state_dict,
+        step_was_skipped,
+    )
+    from .casting.decorators import (
+        bfloat16_function,
+        float_function,
+        half_function,
+        promote_function,
+        register_bfloat16_function,
+        register_float_function,
+        register_half_function,
+        register_promote_function,
+    )
+    from .errors import (
+        AmpkitError,
+        CheckpointError,
+        ClosureError,
+        ConfigurationError,
+        ExtensionError,
+        LossIdError,
+        LossScaleError,
+        NotInitializedError,
+        RefusedOperation,
+    )
+    from .insight.diagnose import diagnose
+    from .insight.explain import explain
+    from .insight.record.recorder import recording
+    from .insight.steps import loss_scale, on_step
+    from .insight.tuning.tune import tune
+    from .insight.updates import check_updates
+    from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
+    from .iteration.loss_scale import DynamicLossScale
+    from .models.forward import cast_inputs
+    from .policy import Policy
+    from .registry import current_session
 
 __version__ = "0.1.0"
+# fmt: off
+__all__ = [
+    "AmpkitError", "CheckpointError", "ClosureError", "ConfigurationError", "DynamicLossScale", "ExtensionError",
+    "GradScaler", "LossIdError", "LossScaleError", "NotInitializedError", "Policy", "RefusedOperation", "bfloat16_function",
+    "cast_inputs", "check_updates", "clip_grad_norm_", "close", "current_session", "diagnose", "disable_casts", "explain",
+    "float_function", "from_grad_scaler", "half_function", "initialize", "keep_casts", "load_state_dict", "loss_scale",
+    "master_params", "on_step", "optimizers", "parallel", "promote_function", "recording", "register_bfloat16_function",
+    "register_float_function", "register_half_function", "register_promote_function", "scale_loss", "session", "state_dict",
+    "step_was_skipped", "to_grad_scaler", "tune",
+]
+# fmt: on
+
 
 # The module of each name, imported at the first use: ``import ampkit.optimizers`` loads neither casts nor sessions.
 _HOMES = {
@@ -51,7 +90,6 @@ _HOMES = {
     "registry": "current_session",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = sorted((*_HOME_OF, "optimizers", "parallel"))
 # Names of torch.amp and apex.amp that ampkit lacks, and what to use instead.
 _INSTEAD = {
     "amp": "ampkit takes the place of apex.amp itself: ampkit.initialize, ampkit.scale_loss.",
