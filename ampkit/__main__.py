@@ -9,25 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import NamedTuple
 
 from ampkit import __version__
 
-
-class Command(NamedTuple):
-    name: str
-    brief: str
-    module: str
-
-
-COMMANDS = (
-    Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
-    Command("check", "say what each level would change in a script", "ampkit.insight.check"),
-    Command("record", "say what each line of a script computes in, and what it takes", "ampkit.insight.record.command"),
-    Command("diagnose", "run a script until its first inf or NaN, and say why", "ampkit.insight.diagnose_script"),
-    Command("tune", "train a model at every level, and say which to take", "ampkit.insight.tuning.tune"),
-    Command("run", "run a script that says 'from apex import amp'", "ampkit.scripts.running"),
-)
+COMMANDS = {
+    "info": ("which kernels are loaded, and why", "ampkit.insight.info"),
+    "check": ("say what each level would change in a script", "ampkit.insight.check"),
+    "record": ("say what each line of a script computes in, and what it takes", "ampkit.insight.record.command"),
+    "diagnose": ("run a script until its first inf or NaN, and say why", "ampkit.insight.diagnose_script"),
+    "tune": ("train a model at every level, and say which to take", "ampkit.insight.tuning.tune"),
+    "run": ("run a script that says 'from apex import amp'", "ampkit.scripts.running"),
+}
 AROUND_SCRIPTS = "ampkit.apex.importing:around"
 """The setup of commands that run a script (`ampkit.scripts.running.Run`): they know nothing of the drop-in."""
 
@@ -44,13 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     # torch.distributed.launch inserts this option before all other arguments.
     parser.add_argument("--local-rank", "--local_rank", dest="local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.name, help=command.brief, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        if command.name in arguments:
-            module = importlib.import_module(command.module)
-            subparser.description = f"{command.brief[0].upper()}{command.brief[1:]}."
+    for name, (brief, home) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=brief, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in arguments:
+            module = importlib.import_module(home)
+            subparser.description = f"{brief[0].upper()}{brief[1:]}."
             subparser.epilog = f"example, in a checkout of ampkit:\n  {module.EXAMPLE}"
             module.add_arguments(subparser)
             subparser.set_defaults(from_command_line=module.from_command_line, around=AROUND_SCRIPTS)

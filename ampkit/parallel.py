@@ -155,12 +155,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **bias)
         self.process_group = process_group
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}; it expects a batch and a channel dimension."
-                " Add the missing one with unsqueeze()."
-            )
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         has_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -22,30 +22,93 @@ from .policy import Policy
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
 
 
+class _Setting(NamedTuple):
+    """A setting: ``take`` returns the plan's value for an accepted value, and `_REFUSED` for any other."""
+
+    take: Callable[[Any], Any]
+    expected: str = ""
+    advice: str = ""
+
+
+_REFUSED = object()
+
+
+def _expect(accepts: Callable[[Any], bool], expected: str) -> _Setting:
+    """A setting whose accepted values go into the plan unchanged."""
+    return _Setting(lambda value: value if accepts(value) else _REFUSED, expected)
+
+
+def _any_of(accepted: tuple[Any, ...]) -> str:
+    """The accepted values in words: ``a``, ``a or b``, ``a, b or c``."""
+    *before_last, last = (repr(value) if isinstance(value, str) else str(value) for value in accepted)
+    return f"{', '.join(before_last)} or {last}" if before_last else last
+
+
+def _word(*words: str) -> _Setting:
+    return _expect(lambda value: isinstance(value, str) and value in words, _any_of(words))
+
+
+def _integer(least: int) -> _Setting:
+    return _expect(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
+
+
+def _take_loss_scale(value: Any) -> Any:
+    if isinstance(value, DynamicLossScale) or value == "dynamic":
+        return DynamicLossScale() if value == "dynamic" else value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return _REFUSED
+    return number if is_positive(number) and not isinstance(value, bool) else _REFUSED
+
+
+def _take_keep_fp32(value: Any) -> Any:
+    kinds = (str, type, torch.nn.Module)
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, kinds) else (value,)
+    return items if all(isinstance(item, kinds) for item in items) else _REFUSED
+
+
+_BOOL = _expect(lambda value: isinstance(value, bool), "True or False")
+_BOOL_OR_ITS_NAME = _BOOL._replace(take=lambda value: _BOOL.take({"True": True, "False": False}.get(str(value), value)))
+_ENABLED = _BOOL._replace(advice="The third argument of initialize() is enabled; name the level, as in opt_level='O2'.")
+_KEEP_FP32 = _Setting(_take_keep_fp32, "modules, module types or name patterns")
+_FLOATING = _expect(
+    lambda value: isinstance(value, torch.dtype) and value.is_floating_point, "a floating-point torch.dtype"
+)
+_LOSS_SCALE = _Setting(
+    _take_loss_scale, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling."
+)
+_BOUND = _Setting(
+    lambda value: float(value) if is_positive(value) else _REFUSED,
+    "a positive, finite number",
+    "Sums over a batch may need scales below 1; 0 is no scale.",
+)
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The settings of a session, with every default filled in."""
+    """The settings of a session, with every default filled in; each is checked as its row says."""
 
-    enabled: bool = True
     opt_level: str = "O1"
-    cast_model_type: torch.dtype | None = None
-    patch_torch_functions: bool = False
-    patch_torch_functions_type: torch.dtype | None = None
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool = False
-    loss_scale: float | DynamicLossScale = 1.0
-    cast_model_outputs: torch.dtype | None = None
-    num_losses: int = 1
-    verbosity: int = 1
-    min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE
-    max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
-    keep_fp32: tuple[Any, ...] = ()
-    policy: Policy = field(default_factory=Policy)
-    on_floor: str = "raise"
-    one_pass_step: bool = True
-    check_gradients: bool | None = None
-    scope: str = "process"
-    lower_precision_weights: str = "float32"
+    enabled: Annotated[bool, _ENABLED] = True
+    cast_model_type: Annotated[torch.dtype | None, _Setting(lambda value: None if value is False else value)] = None
+    patch_torch_functions: Annotated[bool, _BOOL] = False
+    patch_torch_functions_type: Annotated[torch.dtype | None, _Setting(lambda value: value)] = None
+    keep_batchnorm_fp32: Annotated[bool | None, _BOOL_OR_ITS_NAME] = None
+    master_weights: Annotated[bool, _BOOL] = False
+    loss_scale: Annotated[float | DynamicLossScale, _LOSS_SCALE] = 1.0
+    cast_model_outputs: Annotated[torch.dtype | None, _FLOATING] = None
+    num_losses: Annotated[int, _integer(1)] = 1
+    verbosity: Annotated[int, _integer(0)] = 1
+    min_loss_scale: Annotated[float, _BOUND] = DEFAULT_MIN_LOSS_SCALE
+    max_loss_scale: Annotated[float, _BOUND] = DEFAULT_MAX_LOSS_SCALE
+    keep_fp32: Annotated[tuple[Any, ...], _KEEP_FP32] = ()
+    policy: Annotated[Policy, _Setting(Policy.of)] = field(default_factory=Policy)
+    on_floor: Annotated[str, _word("raise", "warn")] = "raise"
+    one_pass_step: Annotated[bool, _BOOL] = True
+    check_gradients: Annotated[bool | None, _BOOL] = None
+    scope: Annotated[str, _word("process", "forward")] = "process"
+    lower_precision_weights: Annotated[str, _word("float32", "keep", "refuse")] = "float32"
 
     @functools.cached_property
     def casts_weights(self) -> bool:
@@ -114,6 +177,14 @@ class Plan:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: value for name, value in values.items() if value != getattr(defaults, name)}
         return ", ".join(f"{name}={_as_written(value)}" for name, value in changed.items())
+
+
+#: Every setting but the level itself.
+SETTINGS = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Plan, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 
 
 def _short(dtype: torch.dtype | None) -> str:
@@ -213,87 +284,6 @@ def default_lower_precision(device_type: str) -> torch.dtype:
     return named[chosen]
 
 
-class _Setting(NamedTuple):
-    """A setting: ``take`` returns the plan's value for an accepted value, and `_REFUSED` for any other."""
-
-    take: Callable[[Any], Any]
-    expected: str = ""
-    advice: str = ""
-
-
-_REFUSED = object()
-
-
-def _expect(accepts: Callable[[Any], bool], expected: str, advice: str = "") -> _Setting:
-    """A setting whose accepted values go into the plan unchanged."""
-    return _Setting(lambda value: value if accepts(value) else _REFUSED, expected, advice)
-
-
-def _word(expected: str, *words: str) -> _Setting:
-    return _expect(lambda value: isinstance(value, str) and value in words, expected)
-
-
-def _integer(least: int) -> _Setting:
-    return _expect(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
-
-
-def _take_loss_scale(value: Any) -> Any:
-    if isinstance(value, DynamicLossScale) or value == "dynamic":
-        return DynamicLossScale() if value == "dynamic" else value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return _REFUSED
-    return number if is_positive(number) and not isinstance(value, bool) else _REFUSED
-
-
-def _take_keep_fp32(value: Any) -> Any:
-    kinds = (str, type, torch.nn.Module)
-    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, kinds) else (value,)
-    return items if all(isinstance(item, kinds) for item in items) else _REFUSED
-
-
-_BOOL = _expect(lambda value: isinstance(value, bool), "True or False")
-_BOUND = _Setting(
-    lambda value: float(value) if is_positive(value) else _REFUSED,
-    "a positive, finite number",
-    "Sums over a batch may need scales below 1; 0 is no scale.",
-)
-
-#: Every setting but the level itself.
-SETTINGS = {
-    "enabled": _BOOL._replace(
-        advice="The third argument of initialize() is enabled; name the level, as in opt_level='O2'."
-    ),
-    "cast_model_type": _Setting(lambda value: None if value is False else value),
-    "patch_torch_functions": _BOOL,
-    "patch_torch_functions_type": _Setting(lambda value: value),
-    "keep_batchnorm_fp32": _BOOL._replace(
-        take=lambda value: _BOOL.take({"True": True, "False": False}.get(str(value), value))
-    ),
-    "master_weights": _BOOL,
-    "loss_scale": _Setting(
-        _take_loss_scale, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling."
-    ),
-    "cast_model_outputs": _expect(
-        lambda value: isinstance(value, torch.dtype) and value.is_floating_point, "a floating-point torch.dtype"
-    ),
-    "num_losses": _integer(1),
-    "verbosity": _integer(0),
-    "min_loss_scale": _BOUND,
-    "max_loss_scale": _BOUND,
-    "keep_fp32": _Setting(_take_keep_fp32, "modules, module types or name patterns"),
-    "policy": _Setting(Policy.of),
-    "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
-    "one_pass_step": _BOOL,
-    "check_gradients": _BOOL,
-    "scope": _word(
-        "'process' (every call of torch is cast) or 'forward' (calls inside the forward of the initialized models are)",
-        *("process", "forward"),
-    ),
-    "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
-}
-
 _EITHER = "O2 and O3 take either lower precision."
 _AS_BEFORE = (
     "Weights that are stored in bfloat16, with their float32 values beside them, are "
@@ -338,9 +328,3 @@ def _checked(name: str, value: Any, level: str) -> Any:
             f"{name}={value!r} is not accepted: expected {expected}.{' ' + advice if advice else ''}"
         )
     return taken
-
-
-def _any_of(accepted: tuple[Any, ...]) -> str:
-    """The accepted values in words: ``a``, ``a or b``, ``a, b or c``."""
-    *before_last, last = (repr(value) if isinstance(value, str) else str(value) for value in accepted)
-    return f"{', '.join(before_last)} or {last}" if before_last else last

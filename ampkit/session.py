@@ -38,7 +38,8 @@ from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models.float32_values import ParameterRecord, parameters_now, sync_weights, value_of
+from .models.float32_values import value_of
+from .models.forward import ParameterRecord, parameters_now, sync_weights
 from .models.incoming import Incoming
 from .models.preparing import prepare_models
 from .models.torch_integration import around_stored_weights, exports, weights_by_address

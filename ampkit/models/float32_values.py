@@ -1,12 +1,12 @@
 """The float32 values of weights stored in lower precision, and the parameters that `master_params` lends for them: see NOTES.md.
 
-`sync_weights` takes over, before a forward, what a script has written; `join` gives values to weights that come later.
+`join` gives values to weights that come later.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..casting.state import stored
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..kernels import joined
-from ..patching import Reference
 
 
 @dataclass
@@ -214,48 +213,6 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Valu
 
 #: The modules of models that store weights in lower precision, and the loans of their sessions.
 members: weakref.WeakKeyDictionary[nn.Module, Loans] = weakref.WeakKeyDictionary()
-
-
-#: A parameter, the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision.
-ParameterRecord = tuple[Reference, torch.dtype, Float32Value | None]
-
-
-def parameters_now(model: nn.Module) -> list[ParameterRecord]:
-    """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
-    every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
-    return [(Reference(param), param.dtype, stored.get(param)) for param in every]
-
-
-def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
-    """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
-
-    Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
-    """
-    if (loans := members.get(model)) is not None:
-        loans.end()
-        loans.lend_again()
-    assigned, changed = {}, {}
-    for ref, dtype, master in records:
-        if (param := ref()) is None:
-            continue
-        if param.dtype is dtype:
-            if master is not None and (rest := master.rest) is not None:
-                # Not master.move_rest_beside(param), which every weight would be asked for in every forward.
-                if rest.numel() != param.numel() or rest.device != param.device:
-                    master.move_rest_beside(param)
-        elif master is not None and param.dtype is torch.float32 and not master.was_made_float32:
-            assigned[param] = master
-        else:
-            changed[param] = dtype
-    for name, param in model.named_parameters() if changed else ():
-        if param in changed:
-            raise ConfigurationError(
-                f"{name!r} is {param.dtype}, initialize() left it {changed[param]}. Do not change the dtype of an initialized "
-                "model (.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
-            )
-    for param, master in assigned.items():
-        master.take_float32(param)
-    return bool(assigned)
 
 
 def join(whole: nn.Module, _: str, part: Any) -> None:

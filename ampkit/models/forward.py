@@ -1,7 +1,7 @@
 """The forward of an initialized model: it switches casts of calls on, casts outputs, and notifies the model's session.
 
 Methods of the model's class are wrapped as long as models of the class are initialized: see NOTES.md. The instance holds its
-`ForwardCasts`; its session is found through `watchers`.
+`ForwardCasts`; its session is found through `watchers`, and calls `sync_weights` first of all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
@@ -20,20 +20,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from ..casting.engine import active_casting
 from ..casting.narrow_gradients import past_the_getter
+from ..casting.state import stored
 from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
+from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
 from ..labels import labelled
-from ..patching import PatchSet, SharedPatches, Undo
+from ..patching import PatchSet, Reference, SharedPatches, Undo
 from ..registry import watchers
-from .float32_values import stored_weights
+from .float32_values import Float32Value, members, stored_weights
 
 CASTS_KEY = "_ampkit_casts"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
-_COPYING = ("__deepcopy__", "__reduce_ex__")
 
 _compiling = torch.compiler.is_compiling
 
@@ -51,6 +53,9 @@ class ForwardCasts:
     casts_calls: bool = False
     narrow_in: torch.dtype | None = None
     is_kept: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of a model is plain, also where a class copies all attributes itself."""
 
 
 #: For modules that ``keep_fp32=`` names inside a model: casts of calls are off, and outputs stay as they are.
@@ -88,7 +93,7 @@ def _zero_grad(model: nn.Module, original: Callable, args: tuple, kwargs: dict) 
 
 def _prepare_scriptable(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict) -> Any:
     # Asked for by torch.jit.script, which compiles from source.
-    if CASTS_KEY not in model.__dict__:
+    if model.__dict__.get(CASTS_KEY) is None:
         return model if original is None else original(model)
     raise ConfigurationError(
         f"torch.jit.script was given an initialized model ({type(model).__name__}). A script is compiled from the source of "
@@ -102,18 +107,23 @@ def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict
         return copy._reconstruct(model, None, *model.__reduce_ex__(4)) if original is None else original(model)
     twin = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
-    make_copies_plain(twin)
     return twin
+
+
+def _copy_plainly(model: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
+    """Copy or pickle a shallow copy of the model without ampkit's attributes and hooks."""
+    if CASTS_KEY not in model.__dict__:
+        return original(model, *args)
+    plain = object.__new__(type(model))
+    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
+    remove_attributes(plain)
+    if isinstance(args[0], dict):  # the memo
+        copy._keep_alive(plain, args[0])
+    return original(plain, *args)
 
 
 def prevent_fused_kernel(module: nn.Module, args: tuple) -> None:
     """Do nothing: with a hook on a part, torch's TransformerEncoderLayer calls its parts instead of one fused kernel."""
-
-
-def make_copies_plain(model: nn.Module) -> None:
-    """Make deep copies and pickles of a model plain: without ampkit's attributes and hooks."""
-    for name, function in zip(_COPYING, (_deepcopy, _reduce)):
-        model.__dict__[name] = functools.partial(function, weakref.ref(model))
 
 
 def remove_attributes(model: nn.Module) -> None:
@@ -121,33 +131,10 @@ def remove_attributes(model: nn.Module) -> None:
     attributes = model.__dict__
     if INNER_FORWARD_KEY in attributes:
         attributes["forward"] = attributes.pop(INNER_FORWARD_KEY)
-    for key in (CASTS_KEY, *_COPYING):
-        attributes.pop(key, None)
+    attributes.pop(CASTS_KEY, None)
     hooks = attributes["_forward_pre_hooks"]
     for number in [number for number, hook in hooks.items() if hook is prevent_fused_kernel]:
         del hooks[number]
-
-
-def _plain_twin(model: nn.Module) -> nn.Module:
-    """Return a shallow copy of the model without ampkit's attributes, over the same tensors and modules."""
-    plain = object.__new__(type(model))
-    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
-    remove_attributes(plain)
-    return plain
-
-
-def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    model = ref()
-    plain = _plain_twin(model)
-    if not hasattr(type(plain), "__deepcopy__"):
-        return copy._reconstruct(model, memo, *plain.__reduce_ex__(4))
-    twin = memo[id(model)] = type(plain).__deepcopy__(plain, memo)
-    copy._keep_alive(plain, memo)
-    return twin
-
-
-def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
-    return _plain_twin(ref()).__reduce_ex__(protocol)
 
 
 def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
@@ -157,7 +144,6 @@ def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
     if "forward" in model.__dict__:
         model.__dict__[INNER_FORWARD_KEY] = model.__dict__.pop("forward")
     model.__dict__[CASTS_KEY] = replace(casts)  # an object of its own, by which `_run` recognises the model
-    make_copies_plain(model)
     wrap_methods(type(model), undo)
 
 
@@ -188,10 +174,11 @@ def cast_inputs(function: Callable) -> Callable:
 
 
 def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    casts, outer = model.__dict__.get(CASTS_KEY), _running.casts
-    if casts is None and outer is None and not _compiling():  # a part that is called alone has the casts of its model
+    casts = model.__dict__.get(CASTS_KEY)
+    if casts is None and not _compiling():  # a part that is called alone has the casts of its model
         casts = _parts.get(model)
-    if casts is None or casts is outer:  # super().forward(), or a forward on the instance that calls the class's
+    # The same casts: super().forward(), or a forward on the instance that calls the class's.
+    if casts is None or casts is _running.casts:
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs, casts)
@@ -200,8 +187,7 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a method of the model as one call: casts of weights are kept until it returns."""
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
-    traced = _compiling()
-    if casting is None or casts is None or not casts.casts_calls or (traced and casts.narrow_in is None):
+    if casting is None or casts is None or not casts.casts_calls or (casts.narrow_in is None and _compiling()):
         return method(model, *args, **kwargs)
     # Where calls are cast inside of the models alone, a method casts as the forward does.
     with casting.forward_scope(casts.narrow_in) if casts.narrow_in is not None else casting.caches.call():
@@ -228,11 +214,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "__prepare_scriptable__": _prepare_scriptable,
     "__copy__": _copy,
+    "__deepcopy__": _copy_plainly,
+    "__reduce_ex__": _copy_plainly,
     "forward": _forward,
 }
 
 
-@labelled("forward")
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None) -> Any:
     outer = _running.casts
     if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
@@ -249,6 +236,8 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts:
             session.before_forward(model)
         finally:
             torch._C._set_tracing_state(recording)
+    if not traced and profiler._is_profiler_enabled:
+        function = labelled("forward")(function)
     if (casting := active_casting()) is None:
         scope = nullcontext()
     elif casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
@@ -271,8 +260,49 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts:
     return outputs if casts.outputs is None or inside else _cast_outputs(outputs, casts.outputs, traced)
 
 
+#: A parameter, the dtype that `initialize` left it in, and its float32 value if it is stored in lower precision.
+ParameterRecord = tuple[Reference, torch.dtype, Float32Value | None]
+
+
+def parameters_now(model: nn.Module) -> list[ParameterRecord]:
+    """Record the model's present parameters, but for the ones that no optimizer trains where weights are stored."""
+    every = [param for param in model.parameters() if param not in stored or stored[param] is not None]
+    return [(Reference(param), param.dtype, stored.get(param)) for param in every]
+
+
+def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
+    """Write a script's changes of loans, and float32 values that it assigned (``p.data = values``), to the weights.
+
+    Returns whether values were assigned. Raises `ConfigurationError` for parameters whose dtype was changed, by name.
+    """
+    if loans := members.get(model):
+        loans.end()
+        loans.lend_again()
+    has_assigned = False
+    for ref, dtype, master in records:
+        if (param := ref()) is None:
+            continue
+        if param.dtype is dtype:
+            if master is not None and (rest := master.rest) is not None:
+                # Not master.move_rest_beside(param), which every weight would be asked for in every forward.
+                if rest.numel() != param.numel() or rest.device != param.device:
+                    master.move_rest_beside(param)
+        elif master is not None and param.dtype is torch.float32 and not master.was_made_float32:
+            master.take_float32(param)
+            has_assigned = True
+        else:
+            for name in [name for name, other in model.named_parameters() if other is param]:
+                raise ConfigurationError(
+                    f"{name!r} is {param.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
+                    "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
+                )
+    return has_assigned
+
+
 def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
     """Cast floating-point outputs to ``dtype``, but for leaves and inputs of other outputs: scripts differentiate by these."""
+    if isinstance(outputs, torch.Tensor) and (traced or not (outputs.requires_grad and outputs.is_leaf)):
+        return outputs.to(dtype) if outputs.dtype in CASTABLE else outputs
     tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad]
     if all(x.dtype is dtype for x in tensors):
         return cast_floating(outputs, dtype)
@@ -334,7 +364,10 @@ def wrap_methods(cls: type, undo: Undo, *names: str) -> None:
     # torch makes a class for one parametrized module, and takes it back with the last parametrization.
     while len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}":
         cls = cls.__base__
-    for name in names or (*_METHODS, *_public_methods_of(cls)):
+    own = [
+        name for name in _METHODS if name != "__deepcopy__" or hasattr(cls, name)
+    ]  # others are copied by ``__reduce_ex__``
+    for name in names or (*own, *_public_methods_of(cls)):
         if (cls, name) not in _patched:
             _patched[cls, name] = SharedPatches(functools.partial(_wrap_method, cls, name))
         _patched[cls, name].acquire(undo)
@@ -353,7 +386,8 @@ def _public_methods_of(cls: type) -> Iterator[str]:
 
 def _wrap_method(cls: type, name: str, patches: PatchSet) -> None:
     patches.callback(_patched.pop, (cls, name), None)
-    around = _METHODS.get(name, _in_a_call)
+    around, is_forward = _METHODS.get(name, _in_a_call), name == "forward"
+    running, key = _running, CASTS_KEY  # the globals of the method are another module's
     original, stored = getattr(cls, name, None), inspect.getattr_static(cls, name, None)
     if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
 
@@ -361,6 +395,8 @@ def _wrap_method(cls: type, name: str, patches: PatchSet) -> None:
             return stored.__get__(self, type(self))(*args, **kwargs)
 
     def method(self, *args, **kwargs):
+        if is_forward and running.casts is not None and key not in self.__dict__:  # a part, inside of a model's forward
+            return original(self, *args, **kwargs)
         return around(self, original, args, kwargs)
 
     # dynamo keeps graphs by code object, and no more than a few: every class needs its own. torch.jit.script compiles the source of

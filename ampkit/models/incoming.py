@@ -22,8 +22,6 @@ from ..logs import logger
 from ..patching import by_tensor
 from ..sharding import fsdp_modules
 
-Plan = Any  # plan.py's, which stands above this room
-
 
 class Incoming:
     """The original dtypes of parameters and buffers that were loaded in lower precision."""
@@ -46,22 +44,23 @@ class Incoming:
         """Return the recorded original dtypes of the model's parameters."""
         return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
-    def widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan) -> None:
+    def widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Any) -> None:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state, and log it.
 
         Where calls are cast, parameters that no optimizer holds keep their dtype (without an optimizer in the call: frozen ones).
         So do the buffers of their modules, and all buffers of a model with such parameters only.
         """
-        held, lines, widened = held_by(optimizers), list[str](), set[torch.Tensor]()
+        held, widened = held_by(optimizers), set[torch.Tensor]()
+        tell = logger.info if plan.verbosity >= 1 else logger.debug
         keeps = plan.casts_calls and not (plan.lowers_all if optimizers else plan.casts_weights)
         trains_in = "float32" if plan.master_weights else plan.cast_model_type
         outcome = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
         for model in models:
-            every = list(model.parameters())
+            every, kind = list(model.parameters()), type(model).__name__
             lower = [param for param in every if param.dtype in LOWER_PRECISION]
             if lower and fsdp_modules(model):
-                origin = f"The sharded {type(model).__name__} came in {lower[0].dtype}"
-                lines.append(f"{origin}: its sharded parameters are float32 now, and stay so after close().")
+                origin = f"The sharded {kind} came in {lower[0].dtype}"
+                tell("%s: its sharded parameters are float32 now, and stay so after close().", origin)
                 # FSDP2 keeps its own record of their storage, which follows a change of dtype only through ``_apply`` and before
                 # the first forward.
                 with _joining_rests(lower, optimizers):
@@ -76,15 +75,13 @@ class Incoming:
             if not params and not buffers:
                 continue
             dtype = [*params, *buffers][0].dtype
-            lines.append(
-                f"{len(params) + len(buffers)} tensors of the {type(model).__name__} came in {dtype}: {outcome}, until close() "
-                f"gives {dtype} back."
-            )
+            origin = f"{len(params) + len(buffers)} tensors of the {kind} came in {dtype}"
+            tell("%s: %s, until close() gives %s back.", origin, outcome, dtype)
             if any((state := x.state.get(param)) and "rest" not in state for x in optimizers for param in params):
                 logger.warning(
                     "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
                     "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
-                    type(model).__name__,
+                    kind,
                     dtype,
                 )
             refuse_shared_memory(models, set(params), plan)
@@ -97,8 +94,6 @@ class Incoming:
                     if all(tensor.dtype not in LOWER_PRECISION for tensor in tensors_in(state)):
                         self._with_float32_state.add(optimizer)
                     state.update(cast_state(state, torch.float32))
-        for line in lines if plan.verbosity >= 1 else ():
-            logger.info(line)
 
     def lower_buffers(self, modules: Iterable[nn.Module]) -> list[torch.Tensor]:
         """Return the lower-precision buffers of these modules, for `widen_tensors`, and record their dtypes."""
@@ -158,7 +153,7 @@ def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
     return {param for optimizer in optimizers for param in params_of(optimizer)}
 
 
-def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[torch.Tensor], plan: Plan) -> None:
+def refuse_shared_memory(models: Sequence[nn.Module], leaving: Container[torch.Tensor], plan: Any) -> None:
     """Raise `ConfigurationError` where a parameter in ``leaving`` shares memory with another one, as in ``a.data = b.data.t()``.
 
     A change of dtype allocates new memory, which ends the sharing, as torch's own ``model.half()`` does. Apex ended it without a

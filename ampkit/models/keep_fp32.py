@@ -19,8 +19,6 @@ from .incoming import held_by
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
-Plan = Any  # plan.py's, which stands above this room
-
 #: The reason why a parameter keeps its dtype.
 NOT_TRAINED = "no optimizer trains it"
 
@@ -36,7 +34,7 @@ class Kept:
     plan lowers the matrices, or with ``lowers_all`` every one; only ``trained`` ones, unless that is None.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Any] = ()) -> None:
+    def __init__(self, model: nn.Module, plan: Any, optimizers: Sequence[Any] = ()) -> None:
         self.model, self.lowers, self.lowers_all = model, plan.casts_weights, plan.lowers_all
         self.trained: set[torch.Tensor] | None = None
         if self.lowers and not self.lowers_all and optimizers:

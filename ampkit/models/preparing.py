@@ -27,12 +27,11 @@ from .forward import ForwardCasts
 from .incoming import flatten, refuse_shared_memory
 from .keep_fp32 import NOT_TRAINED, Kept
 
-Plan = Any  # plan.py's, which stands above this room
 # The values and gradients from before the casts, until all is prepared: a failure is then undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan, undo: Undo) -> Originals:
+def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Any, undo: Undo) -> Originals:
     """Prepare the models as the plan says. Until the returned originals are cleared, the undo is exact."""
     loans, originals = Loans(), Originals()
     kept = [Kept(model, plan, optimizers) for model in models]
@@ -52,7 +51,7 @@ def prepare_models(models: Sequence[nn.Module], optimizers: Sequence[Any], plan:
 
 
 def _store_weights(
-    models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, loans: Loans, originals: Originals
+    models: Sequence[nn.Module], kept: Sequence[Kept], plan: Any, loans: Loans, originals: Originals
 ) -> None:
     """Cast the chosen parameters in place. With master weights a rest keeps the float32 value, and the gradient stays float32."""
     chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
@@ -95,11 +94,11 @@ def _store_weights(
         else:
             lower = param.detach().to(master.dtype)
             gradient = None if gradient is None else gradient.to(master.dtype)
-        # All memory is allocated: nothing below fails.
+        # All memory is allocated: nothing below fails. First what restores the weight, where Ctrl-C interrupts.
+        stored[param] = master
         param.grad, param.data = None, lower
         put_gradient(param, gradient)
         keep_hooks_in_dtype(param)
-        stored[param] = master
     flatten(module for model in models for module in model.modules())
 
 
@@ -131,7 +130,7 @@ def restore_weights(loans: Loans, originals: Originals) -> None:
     )
 
 
-def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Plan, undo: Undo) -> None:
+def _wrap_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Any, undo: Undo) -> None:
     """Wrap the forwards of the models, and of the modules that ``keep_fp32=`` names in them."""
     in_forward_only = plan.patch_torch_functions and plan.scope == "forward"
     casts = ForwardCasts(

@@ -65,16 +65,12 @@ class BackwardHooks:
     def widen_sums(self, optimizer: Any) -> None:
         """Make gradients of parameters in lower precision float32 until they are cleared, also the present ones."""
         lower = list(_lower(optimizer))
-        if any(map(is_sharded, lower)):
+        if any(map(is_sharded, lower)) or (lower and are_several_processes()):
             raise RuntimeError(
-                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in "
-                "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
-                "model.set_requires_gradient_sync(False) for all micro-batches but the last."
-            )
-        if lower and are_several_processes():
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the "
-                "parameters only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
+                f"{type(optimizer).__name__}.accumulating() widens gradients on one process alone: DDP averages them in the "
+                "precision of the parameters. FSDP2 adds them up in float32 itself: fully_shard(..., "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and model.set_requires_gradient_sync(False) for all "
+                "micro-batches but the last."
             )
         for param in lower:
             if param.grad_dtype is not torch.float32:

@@ -132,35 +132,27 @@ class KeepsState(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             self.check_group(group)
         super().load_state_dict(state_dict)
-        # torch rounds state to the parameters' dtype.
-        params = self._by_key(state_dict)
+        params, missing = self._by_key(state_dict), 0
         for key, param in params.items():
-            if param.dtype in LOWER_PRECISION:
-                for name, value in state_dict["state"].get(key, {}).items():
+            saved = state_dict["state"].get(key, {})
+            if param.dtype in LOWER_PRECISION:  # which torch rounds state to
+                for name, value in saved.items():
                     if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+                if self.rests and "rest" in saved:
+                    self.keep_rest(param, saved["rest"])
+                missing += self.rests and bool(saved) and "rest" not in saved
             if param in self.state:
                 self.storage.store(self.state[param], param)
-        self._load_rests(params, state_dict["state"])
-        self._share_equal_counts()
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError or RuntimeError for settings that are not accepted."""
-
-    def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
-        """Load rests as they were saved, since torch makes them floating-point. Warns of missing and of useless ones."""
-        missing = 0
-        for key, param in params.items():
-            state = saved.get(key, {})
-            if self.rests and param.dtype in LOWER_PRECISION:
-                missing += bool(state) and "rest" not in state
-                if "rest" in state:
-                    self.keep_rest(param, state["rest"])
         if missing and "_ampkit" not in vars(self):  # registry.WRAPPER_KEY: else the session has them
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
             )
         self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
+        self._share_equal_counts()
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError or RuntimeError for settings that are not accepted."""
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
