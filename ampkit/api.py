@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from . import validation
 from .casting.decorators import CastsOfCallsDisabled, casts_of_calls_disabled
@@ -244,7 +245,8 @@ def clip_grad_norm_(
         norm = total(grads, norm_type)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
     else:
-        norm = wrapper.clip_grad_norm(float(max_norm))
+        with profiler.record_function("ampkit: clip") if profiler._is_profiler_enabled else nullcontext():
+            norm = wrapper.clip_grad_norm(float(max_norm))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from . import patching, validation
+from . import patching, registry, validation
 from .casting import library as in_cpp
 from .casting.engine import Casting, active_casting, switch_off_left_on
 from .casting.narrow_gradients import getter, take_narrow_gradients
@@ -28,11 +29,10 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .events import listeners, tell
-from .iteration.block import Block, LossScaling
-from .iteration.gradients import torchs_clipping
+from .iteration.block import Block, LossScaling, calls_of_torch
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import calls_of_torch, retained_results
+from .iteration.reach import retained_results, torchs_clipping
 from .iteration.running_statistics import RunningStatistics
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
@@ -45,7 +45,7 @@ from .models.torch_integration import around_stored_weights, exports, weights_by
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
-from .sharding import fsdp_modules, is_unreduced, unsharded_params
+from .sharding import fsdp_modules, unsharded_params
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Session:
     def __init__(self, plan: Plan, incoming: Incoming | None = None, process_group: Any = None) -> None:
         self.plan = plan
         self.process_group = process_group
-        self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self.scaling = LossScaling(plan)
@@ -145,7 +145,7 @@ class Session:
         if plan.verbosity >= 1:
             stdout_lines.acquire(undo)
             self._log_banner()
-        self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
+        self.sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
             self.incoming.widen(models, optimizers, plan)
@@ -153,6 +153,7 @@ class Session:
         for model in models:
             self._records[model] = parameters_now(model)
             watchers[model] = self
+            self.statistics.add(model)
         self._patch_torch()
         self._prepare_optimizers(optimizers)
         if plan.casts_calls:
@@ -289,7 +290,7 @@ class Session:
         for wrapper in wrappers:
             wrapper.follow_groups()
         if not self._knows_sharding:
-            validation.changed_since(self.models, self._sharded_at_first, self.plan)
+            validation.changed_since(self.models, self.sharded_at_first, self.plan)
             self._knows_sharding = True
         if loss.dtype in LOWER_PRECISION and self.casting is not None:
             if self.casting.leaves_out_this_thread:
@@ -297,10 +298,6 @@ class Session:
             elif self.plan.has_narrow_results and not self.plan.casts_weights:
                 self.scaling.advice.tell("lower loss", loss.dtype)
         return Block(self.scaling, loss, wrappers, scaler, delay_unscale, delay_overflow_check)
-
-    def is_unreduced(self) -> bool:
-        """Whether FSDP2 has not reduced the gradients of the last backward pass."""
-        return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
 
     def gathered_params(self) -> set[int]:
         """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""
@@ -328,8 +325,10 @@ class Session:
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
-        self.statistics.before_forward(model)
-        self.scaling.note_forward()
+        if self.statistics.are_there or self.statistics.additions != registry.additions:
+            self.statistics.before_forward(model)
+        if DistributedDataParallel._active_ddp_module is not None:
+            self.scaling.note_forward(DistributedDataParallel._active_ddp_module)
 
     def before_compiled_forward(self, model: nn.Module) -> None:
         """Prepare a compiled forward: dynamo does not trace a model where a weight's gradient has another dtype than the weight."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from .. import patching
 from ..dtypes import LOWER_PRECISION
-from ..labels import labelled
 
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
@@ -53,7 +53,8 @@ class CastCaches:
         if _dynamo_compiling() or _compiler._is_compiling_flag:
             return convert(weight)
         if (store := self.of(dtype)) is None:
-            return _not_kept(weight, convert)
+            with profiler.record_function("ampkit: cast weights") if profiler._is_profiler_enabled else nullcontext():
+                return convert(weight)
         if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
             return convert(weight)
         cast: Tensor = store.cast(weight, convert)
@@ -133,9 +134,6 @@ class CastCaches:
 
 
 _numbers = itertools.count(1)
-
-
-_not_kept = labelled("cast weights")(lambda weight, convert: convert(weight))
 
 
 class _Kept(threading.local):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from .. import events, patching
 from ..casting.engine import active_casting
-from ..iteration import reach
+from ..iteration import block
 
 _TORCH = os.path.dirname(torch.__file__)
 #: Files of torch whose functions scripts call, and their public modules.
@@ -51,7 +51,7 @@ _WATCHING = (
     os.path.join(os.path.dirname(__file__), ""),
     events.__file__,
     patching.__file__,
-    reach.__file__,
+    block.__file__,
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
     os.path.join(_TORCH, "_ops.py"),
 )

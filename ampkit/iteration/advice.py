@@ -1,7 +1,7 @@
 """Warnings that a session logs once: mistakes that ruin a run, each with its remedy.
 
 `Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
-session's first blocks only. What scripts do outside of blocks shows in reach.py.
+session's first blocks only. What scripts do outside of blocks shows in block.py.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ waits for a device.
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -13,21 +15,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
-from ..labels import labelled
+from ..events import listeners, telling
 from ..optimizers.scales import Scale, moved_to
-from ..registry import live_sessions, wrappers
+from ..patching import PatchSet, SharedPatches
+from ..registry import live_sessions, wrapper_refs, wrappers
+from ..sharding import is_unreduced
 from .advice import Advice
 from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retaining
+from .reach import (
+    Reached,
+    leaves_behind,
+    leaves_of,
+    node_of,
+    refuse_scaled,
+    retained,
+    retaining,
+    warn_of_grad_scaler,
+)
 
 _NO_DDP = weakref.ref(set())  # a dead reference
+_compiling = torch.compiler.is_dynamo_compiling
+_running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
+
+#: The open blocks, in all threads, innermost last.
+open_blocks: list[Block] = []
 
 
 @dataclass(eq=False)
@@ -116,14 +135,14 @@ class Block:
 
     # The gradients that a block holds
 
-    def _hold(self, reached: Iterable[OptimizerWrapper], is_guess: bool = False) -> None:
+    def _hold(self, reached: Sequence[OptimizerWrapper], is_guess: bool = False) -> None:
         """Stash the gradients of all optimizers in the sessions of ``reached``. Where one is refused, none is touched.
 
         ``is_guess`` marks optimizers that a function in Python may reach. A use before they get a gradient releases them.
         """
         sessions = [wrapper.owner for wrapper in reached]
-        fresh: list[OptimizerWrapper] = []
-        for wrapper in wrappers():
+        named, fresh = dict.fromkeys(reached), []
+        for wrapper in wrappers() if len(wrapper_refs) > len(named) else named:
             if wrapper.owner in sessions and wrapper not in self._held:
                 if wrapper.gradients.state is State.IN_BLOCK:
                     wrapper.gradients.refuse("open")
@@ -167,8 +186,8 @@ class Block:
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
-        every = wrappers()
-        if len(every) > len(self._held):
+        every = wrappers() if len(wrapper_refs) > len(self._held) else self._held
+        if every is not self._held:
             self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
         results = retained(self.scaled) if retaining and inputs is None else []
@@ -227,7 +246,7 @@ class Block:
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
-        if not (self._is_one or session.is_live):
+        if not (self._is_one or self.named[0].active):
             raise ConfigurationError(
                 "The session was closed inside of this scale_loss block, so nothing unscales its gradients: they are multiplied "
                 "by the loss scale. Leave the block before close() or another initialize(), and clear the gradients now."
@@ -238,7 +257,7 @@ class Block:
         if is_to_look and self.scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
-        scaling.held_scale = scale if session.is_unreduced() else None
+        scaling.held_scale = scale if session.sharded_at_first and any(map(is_unreduced, session.models)) else None
         if self.delay_unscale:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
@@ -263,7 +282,6 @@ class Block:
                     wrapper.hand_gradients()
 
 
-@labelled("unscale")
 def collect(
     backward: BackwardPass,
     named: Sequence[OptimizerWrapper],
@@ -349,10 +367,9 @@ class LossScaling:
         ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
-    def note_forward(self) -> None:
-        """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
-        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is not None and torch.is_grad_enabled():
+    def note_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note the DDP whose forward pass runs, and whether it will reduce gradients."""
+        if torch.is_grad_enabled():
             self.ddp = weakref.ref(ddp)
             self._runs_without_sync = not ddp.require_backward_grad_sync
 
@@ -391,3 +408,77 @@ class LossScaling:
         """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
+
+
+# Backward passes
+
+
+def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``torch.autograd.backward``: blocks first hold what a pass will write to, wrappers note passes outside of blocks."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _compiling():  # dynamo would guard every gradient
+            return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
+        roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
+        if _running_backward() != -1:  # a part of the pass around it, as in torch.utils.checkpoint
+            around = [block for block in open_blocks if block.has_python]
+            if len(around) == 1:
+                around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves, wrappers())
+            return original(roots, *args, **kwargs)
+        run = telling(original, roots) if listeners else original
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        if open_blocks and _notify_blocks(roots, inputs):
+            return run(roots, *args, **kwargs)
+        reached = _reached_outside(roots, inputs)
+        run(roots, *args, **kwargs)
+        for wrapper, passes in reached:
+            wrapper.note_outside(passes)
+        return None
+
+    return backward
+
+
+def _notify_blocks(roots: list[Any], inputs: Any) -> bool:
+    """Let the blocks whose scaled losses a backward pass comes from hold what it will write to, whatever the thread.
+
+    Returns whether there are such blocks, or the pass runs inside of a block of this thread all the same.
+    """
+    ids = set(map(id, roots))
+    reached = [block for block in open_blocks if id(block.scaled) in ids]
+    if len(reached) < len(roots):
+        nodes = leaves_of(map(node_of, roots)).nodes
+        reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
+    for block in reached:
+        if not block.is_plain:
+            block.before_backward(roots, inputs, reached)
+    if reached:
+        return True
+    around = [block for block in open_blocks if block.thread == threading.get_ident()]
+    for block in [block for block in around if not block.is_plain][-1:]:
+        block.before_backward(roots, inputs, ())
+    return bool(around)
+
+
+def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
+    """The optimizers with a loss scale that a backward pass outside of all blocks reaches, and their counts of scaled passes."""
+    scaled = [wrapper for wrapper in wrappers() if wrapper.is_outside_of_blocks]
+    if not scaled:
+        return []
+    if inputs is not None:
+        leaves = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    elif all([isinstance(root, torch.Tensor) for root in roots]):
+        leaves, _ = leaves_behind(roots)
+    else:
+        leaves = leaves_of(map(node_of, roots)).leaves
+    ids = {id(leaf) for leaf in leaves}
+    return [(wrapper, wrapper.advice.passes) for wrapper in scaled if not ids.isdisjoint(wrapper.gradients.ids)]
+
+
+def _patch(patches: PatchSet) -> None:
+    patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
+    patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", refuse_scaled)
+    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", warn_of_grad_scaler)
+
+
+calls_of_torch = SharedPatches(_patch)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from .. import kernels
 from ..casting.engine import active_casting
@@ -25,15 +26,13 @@ from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
-from ..labels import labelled
 from ..logs import logger
 from ..models.float32_values import value_of
 from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, wrapper_refs
 from .advice import Advice
-from .found_inf import Findings
-from .gradients import Gradients, Slot, State
+from .gradients import Findings, Gradients, Slot, State
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
@@ -208,20 +207,19 @@ class OptimizerWrapper:
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
         self.follow_groups()
-        closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
+        closure, loss = args[0] if args else kwargs.get("closure"), None
         if callable(closure):
             kwargs.pop("closure", None)
-            optimizer = self.optimizer()
+            optimizer, args = self.optimizer(), args[1:]
             if not is_known(optimizer) or isinstance(optimizer, torch.optim.LBFGS):  # it may evaluate its closure again
-                step = functools.partial(original, *rest, **kwargs)
+                step = functools.partial(original, *args, **kwargs)
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
                 loss = closure()
-            self._step_once(original, *rest, **kwargs)
-            return loss
-        return self._step_once(original, *args, **kwargs)
+        with profiler.record_function("ampkit: step") if profiler._is_profiler_enabled else nullcontext():
+            result = self._step_once(original, *args, **kwargs)
+        return loss if callable(closure) else result
 
-    @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = self.optimizer()
         if listeners:
@@ -318,7 +316,6 @@ class OptimizerWrapper:
         self.settle()
         return self._take(ITS_OWN, functools.partial(original, *args, **kwargs))
 
-    @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their norm, and return the norm. For weights with rests the step clips."""
         self.settle()

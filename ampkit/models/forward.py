@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from ..casting.engine import active_casting
 from ..casting.narrow_gradients import past_the_getter
 from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
-from ..labels import labelled
 from ..patching import PatchSet, SharedPatches, Undo
 from ..registry import watchers
 from .float32_values import stored_weights
@@ -232,7 +232,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-@labelled("forward")
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts: ForwardCasts | None) -> Any:
     outer = _running.casts
     if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
@@ -255,9 +254,13 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts:
         scope = casting.disabled()
     else:
         scope = casting.forward_scope(casts.narrow_in)
+    # The flag last: dynamo guards what it reads.
+    labelled = (
+        profiler.record_function("ampkit: forward") if not traced and profiler._is_profiler_enabled else nullcontext()
+    )
     try:
         _running.casts = casts
-        with scope:
+        with labelled, scope:
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
