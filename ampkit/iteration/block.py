@@ -26,7 +26,7 @@ from ..patching import PatchSet, SharedPatches
 from ..registry import live_sessions, wrapper_refs, wrappers
 from ..sharding import is_unreduced
 from .advice import Advice
-from .found_inf import BackwardPass, FoundInf
+from .found_inf import FoundInf, inverse
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
@@ -237,10 +237,10 @@ class Block:
     # The end of a block
 
     def _put_back(self) -> None:
-        backward = BackwardPass(self.scale, done=set())
+        done: set[Slot] = set()
         for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
             if gradients.holder is self:
-                gradients.put_back(backward)
+                gradients.put_back(done)
         if self.scaling.outside.state is not State.WAITING:
             self.scaling.outside.hold(())
 
@@ -264,7 +264,7 @@ class Block:
                     wrapper.gradients.keep_scaled(scale)
                     wrapper.delayed_with = self.scaler
                 else:
-                    wrapper.gradients.put_back(BackwardPass(scale))
+                    wrapper.gradients.put_back()
             if scaling.outside.holder is self:
                 scaling.outside.keep_scaled(scale)
         elif scaling.held_scale is not None or not (
@@ -273,21 +273,24 @@ class Block:
         ):
             self._put_back()
         else:
-            done = set() if len(self._held) > 1 else None
-            backward = BackwardPass(scale, is_local, done)
-            unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
-            collect(backward, self.named, unnamed, scaling.outside, self.scaler, self.delay_overflow_check, self.loss)
+            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
+            collect(
+                *(scale, self.named, unnamed, scaling.outside, self.scaler, is_local),
+                delay_overflow_check=self.delay_overflow_check,
+                loss=self.loss,
+            )
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
 
 
 def collect(
-    backward: BackwardPass,
+    scale: Scale,
     named: Sequence[OptimizerWrapper],
     unnamed: Sequence[OptimizerWrapper],
     outside: Gradients,
     scaler: LossScaler,
+    is_local: bool = False,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
 ) -> None:
@@ -297,18 +300,19 @@ def collect(
     """
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
     finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
+    inv, done = inverse(scale), set() if unnamed or len(named) > 1 else None
     if outside.state is not State.READY:
-        outside.collect(backward, finding)
+        outside.collect(inv, finding, is_local, done)
     for wrapper in named:
-        wrapper.gradients.collect(backward, finding)
+        wrapper.gradients.collect(inv, finding, is_local, done)
     for wrapper in unnamed:
         gradients = wrapper.gradients
         # Processes that step together must all ask.
         if not (gradients.has_fresh or gradients.process_groups):
-            gradients.put_back(backward)
+            gradients.put_back(done)
             continue
         unnamed_finding = None if finding is None else named[0].findings.clear_flag()
-        gradients.collect(backward, unnamed_finding)
+        gradients.collect(inv, unnamed_finding, is_local, done)
         if unnamed_finding is not None:
             unnamed_finding.agree(gradients.process_groups)
         wrapper.findings.add(unnamed_finding)
@@ -329,7 +333,7 @@ def collect(
     if finding is not None and delay_overflow_check:
         scaler.delayed_check, finding.scaler = finding, scaler
     elif finding is not None:
-        scaler.update(finding, moves_scale=not backward.local)
+        scaler.update(finding, moves_scale=not is_local)
 
 
 class LossScaling:
@@ -385,7 +389,7 @@ class LossScaling:
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
         scaler = wrapper.delayed_with or self.scalers[0]
-        collect(BackwardPass(wrapper.gradients.scale), [wrapper], [], self.outside, scaler)
+        collect(wrapper.gradients.scale, [wrapper], [], self.outside, scaler)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
@@ -396,7 +400,7 @@ class LossScaling:
                 return None
         finding = None if scaler.is_one else wrapper.findings.clear_flag()
         for waiting in (gradients, self.outside):
-            waiting.collect(BackwardPass(waiting.scale), finding)
+            waiting.collect(inverse(waiting.scale), finding)
         if finding is not None:
             finding.agree(gradients.process_groups)
             if not finding.is_clean:

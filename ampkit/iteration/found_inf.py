@@ -1,6 +1,6 @@
 """Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
 
-`unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
+`unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a backward pass; sparse ones and those with a graph
 are handled one by one. A `FoundInf` is the flag of one block.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import is_set_aside
 from ..errors import ConfigurationError
 from ..models.float32_values import clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to
@@ -141,33 +139,8 @@ def places_for(
     return finding.flag, index
 
 
-@dataclass(eq=False)
-class BackwardPass:
-    """The facts about a backward pass that are needed to unscale its gradients.
-
-    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``done`` has the slots that several
-    optimizers share and one of them has handled; None where there is only one optimizer.
-    """
-
-    scale: Scale
-    local: bool = False
-    done: set[Slot] | None = None
-
-    def __post_init__(self) -> None:
-        self.inv = self.scale.reciprocal() if isinstance(self.scale, torch.Tensor) else 1.0 / self.scale
-
-    def take(self, slots: list[Slot]) -> list[Slot]:
-        """Return the slots that no other optimizer has handled, and count them as handled.
-
-        Drops the stash of a parameter whose gradient a script has cleared since, ``p.grad = None``.
-        """
-        if self.done is not None:
-            slots = [slot for slot in slots if slot not in self.done]
-            self.done.update(slot for slot in slots if slot.owners > 1)
-        for slot in slots:
-            if slot.stash is not None and not is_set_aside(slot.param):
-                slot.stash = None
-        return slots
+def inverse(scale: Scale) -> Scale:
+    return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
 
 
 def is_sparse(gradient: torch.Tensor) -> bool:
@@ -198,9 +171,8 @@ def bring_to(slots: list[Slot], old: Scale, new: Scale) -> None:
     kernels.multi_tensor_scale(inputs, outputs, factor)
 
 
-def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
-    """Unscale gradients in place, or into float32 where the weight's precision cannot hold the result."""
-    inv = backward.inv
+def unscale(fresh: list[SlotGradient], inv: Scale, finding: FoundInf | None) -> None:
+    """Multiply gradients by ``inv`` in place, or into float32 where the weight's precision cannot hold the result."""
     if finding is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
         return
     params, inputs, outputs, is_in_place = [], [], [], True
@@ -226,11 +198,11 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf
     kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(finding, params))
 
 
-def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
+def add_to_stashes(sums: list[SlotGradient], inv: Scale, finding: FoundInf | None) -> None:
     """Unscale fresh gradients and add them to stashed ones: in float32, where the weight's value is float32."""
     apart = [(slot, gradient) for slot, gradient in sums if _is_for_torch(gradient) or _is_for_torch(slot.stash)]
     if apart:
-        unscale(apart, backward, finding)
+        unscale(apart, inv, finding)
     params, fresh, stashes, totals = [], [], [], []
     for slot, gradient in sums:
         total = stash = slot.stash
@@ -248,7 +220,7 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: Fo
         stashes.append(stash)
         totals.append(total)
     flag, first_bad = places_for(finding, params)
-    kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
+    kernels.multi_tensor_axpby(fresh, stashes, totals, inv, 1.0, flag, 0, first_bad)
 
 
 def _is_for_torch(gradient: torch.Tensor) -> bool:

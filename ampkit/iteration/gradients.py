@@ -23,11 +23,11 @@ from ..optimizers.scales import Scale, moved_to, norm_of
 from ..patching import Reference
 from ..sharding import process_groups
 from .found_inf import (
-    BackwardPass,
     FoundInf,
     add_to_stashes,
     bring_to,
     constant,
+    inverse,
     is_sparse,
     places_for,
     unscale,
@@ -112,7 +112,7 @@ class Gradients:
     def refuse(self, verb: str) -> None:
         """Raise `ConfigurationError` while a block holds the gradients. First release guesses of a block that got no gradient."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
-            self.put_back(BackwardPass(self.scale))
+            self.put_back()
         if self.state is State.IN_BLOCK:
             raise ConfigurationError(_REFUSED[verb])
 
@@ -155,15 +155,15 @@ class Gradients:
             if copies and gradient.dtype is slot.param.dtype:
                 slot.stash = gradient.clone()
 
-    def put_back(self, backward: BackwardPass) -> None:
+    def put_back(self, done: set[Slot] | None = None) -> None:
         """Restore the gradients from before a backward pass that failed, or did not come here.
 
         Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
         """
         if self.before is State.LOCAL:
-            self.collect(BackwardPass(backward.scale, local=True), None)
+            self.collect(inverse(self.scale), None, is_local=True)
         elif self.before is State.READY:
-            for slot in backward.take(self.slots):
+            for slot in self._take(done):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
         self.state, self.holder = self.before, None
@@ -185,10 +185,16 @@ class Gradients:
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
         self.state, self.scale, self.holder = State.WAITING if self.slots else State.READY, scale, None
 
-    def collect(self, backward: BackwardPass, finding: FoundInf | None) -> None:
-        """Unscale and check fresh gradients after a backward pass, and add them to earlier ones."""
+    def collect(
+        self, inv: Scale, finding: FoundInf | None, is_local: bool = False, done: set[Slot] | None = None
+    ) -> None:
+        """Multiply fresh gradients by ``inv`` and check them after a backward pass, and add them to earlier ones.
+
+        ``is_local``: the pass ran under ``DDP.no_sync()``. ``done`` has the slots that several optimizers share and one of them has
+        handled; None where there is only one optimizer.
+        """
         fresh, sums = [], []
-        for slot in backward.take(self.slots):
+        for slot in self._take(done):
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
@@ -200,10 +206,21 @@ class Gradients:
                 put_gradient(slot.param, stash)
         with profiler.record_function("ampkit: unscale") if profiler._is_profiler_enabled else nullcontext():
             if fresh:
-                unscale(fresh, backward, finding)
+                unscale(fresh, inv, finding)
             if sums:
-                add_to_stashes(sums, backward, finding)
-        self.state, self.holder = State.LOCAL if backward.local else State.READY, None
+                add_to_stashes(sums, inv, finding)
+        self.state, self.holder = State.LOCAL if is_local else State.READY, None
+
+    def _take(self, done: set[Slot] | None) -> list[Slot]:
+        """Return the slots that no other optimizer has handled. Drops stashes of gradients that a script has cleared since."""
+        slots = self.slots
+        if done is not None:
+            slots = [slot for slot in slots if slot not in done]
+            done.update(slot for slot in slots if slot.owners > 1)
+        for slot in slots:
+            if slot.stash is not None and not is_set_aside(slot.param):
+                slot.stash = None
+        return slots
 
     # Between the block and the step
 
