@@ -115,7 +115,7 @@ def _track(models: Any, optimizers: Any) -> None:
         for value in (models, optimizers)
     ]
     owners = [session_of(thing) for thing in (*things[0], *things[1])]
-    for session in [live for live in live_sessions if live in owners or live.owns_nothing]:
+    for session in [live for live in live_sessions if live in owners or not (live.models or live.optimizers)]:
         session.close()
     Session(Plan(enabled=False)).prepare(*things)
 

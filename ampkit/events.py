@@ -1,8 +1,7 @@
 """Events of an iteration for listeners: forwards, `scale_loss` blocks, backward passes, steps of optimizers.
 
-The core calls the functions below where `listeners` is not empty. Hooks and patches report what torch does by itself,
-while somebody listens: `forwards` and `steps` here, ``calls_of_torch`` of the core for backward passes. ampkit.insight
-listens.
+The core calls the functions below where `listeners` is not empty. Hooks and patches report what torch does by itself: `forwards`
+and `steps` here, ``calls_of_torch`` of the core for backward passes.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ wrapper_refs: list[weakref.ref[Any]] = []
 additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
 
-
-# Wrappers of frameworks around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
+#: Wrappers of frameworks around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
 _AROUND_OPTIMIZERS = {
     "accelerate.optimizer": "optimizer",
     "lightning.pytorch.core.optimizer": "_optimizer",
@@ -62,10 +61,7 @@ def session_of(thing: Any) -> Any:
     wrapper = wrapper_of(thing)
     if wrapper is not None:
         return wrapper.owner
-    for session in reversed(live_sessions):
-        if session.owns(thing):
-            return session
-    return None
+    return next((session for session in reversed(live_sessions) if session.owns(thing)), None)
 
 
 def _count(*_: Any) -> None:

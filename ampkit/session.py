@@ -1,8 +1,7 @@
 """A session: everything that one ``initialize`` did, and its undo.
 
-`Session.prepare` casts the models, gives the optimizers methods, and patches torch, in that order; `Session.close`
-undoes it all in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
-closes itself. `LossScaling` holds the part of it that runs in every iteration.
+It holds its models and optimizers weakly: when the last of them is gone, it closes itself. `LossScaling` is the part of it that
+blocks share.
 """
 
 from __future__ import annotations
@@ -117,10 +116,6 @@ class Session:
         parts = _parts(models)
         return [model for model in self.models if model not in parts and not parts.isdisjoint(_parts([model]))]
 
-    @property
-    def owns_nothing(self) -> bool:
-        return not self.models and not self.optimizers
-
     # Preparing and closing
 
     @_one_at_a_time()
@@ -129,10 +124,9 @@ class Session:
         live_sessions.append(self)
         self._undo.callback(live_sessions.remove, self)
         try:
-            for owned, refs in ((models, self._models), (optimizers, self._optimizers)):
-                refs.extend(
-                    weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned
-                )
+            gone = functools.partial(_close_if_orphaned, weakref.ref(self))
+            self._models.extend(weakref.ref(model, gone) for model in models)
+            self._optimizers.extend(weakref.ref(optimizer, gone) for optimizer in optimizers)
             if self.plan.enabled:
                 self._prepare(models, optimizers)
         except BaseException:
@@ -160,7 +154,7 @@ class Session:
             self._start_casting()
         forget_traces()
         weights_by_address.clear()
-        casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
+        casts = [pair for wrapper in self.wrappers for pair in wrapper.state_cast()]
         for state, cast in casts:  # all memory is allocated by now
             state.update(cast)
         originals.clear()  # last of all: what failed before could still be undone exactly
@@ -183,11 +177,7 @@ class Session:
 
     @_one_at_a_time()
     def close(self) -> None:
-        """Undo every change to torch, the models and the optimizers.
-
-        Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
-        the second time.
-        """
+        """Undo every change to torch, the models and the optimizers. Parameters keep what they have learned."""
         self._undo.callback(self.statistics.keep_finite)
         self._undo.callback(self.scaling.synchronize)  # first of all
         try:
@@ -221,11 +211,12 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self)
-        wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
-        for wrapper in wrappers:
+        for wrapper in self.wrappers:
             if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments
                 self.scaling.advice.before_training(wrapper.optimizer(), self.plan.opt_level)
-        unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
+        unchecked = [
+            wrapper.optimizer() for wrapper in self.wrappers if not (wrapper.checks_step() or wrapper.has_scale)
+        ]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(
                 "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "
@@ -331,7 +322,6 @@ class Session:
             self.scaling.note_forward(DistributedDataParallel._active_ddp_module)
 
     def before_compiled_forward(self, model: nn.Module) -> None:
-        """Prepare a compiled forward: dynamo does not trace a model where a weight's gradient has another dtype than the weight."""
         self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
@@ -421,7 +411,7 @@ def _close_if_orphaned(session: weakref.ref[Session], _: Any = None) -> None:
     compiled_models.not_before_calls(session)
     orphan = session()
     # When the process ends, parts of torch are gone already, and nothing has to be undone.
-    if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
+    if orphan is not None and not (orphan.models or orphan.optimizers) and not sys.is_finalizing():
         if is_compiling_here():  # which allocates much, so that the collector runs: torch may not change under a trace
             compiled_models.before_each_call(functools.partial(_close_if_orphaned, session), session)
         else:

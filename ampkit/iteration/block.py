@@ -1,7 +1,6 @@
 """The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` the state that they share.
 
-`collect` ends a block: it unscales, checks and adds up gradients, moves the scale, and hands the flag to the optimizers. Nothing
-waits for a device.
+`collect` ends a block. While a session lives, `calls_of_torch` notifies blocks of each backward pass, by a patch of torch's.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ..patching import PatchSet, SharedPatches
 from ..registry import live_sessions, wrapper_refs, wrappers
 from ..sharding import is_unreduced
 from .advice import Advice
-from .found_inf import FoundInf, inverse
-from .gradients import Gradients, Slot, State
+from .found_inf import FoundInf, Slot, inverse
+from .gradients import Gradients, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
 from .reach import (
@@ -136,17 +135,17 @@ class Block:
     # The gradients that a block holds
 
     def _hold(self, reached: Sequence[OptimizerWrapper], is_guess: bool = False) -> None:
-        """Stash the gradients of all optimizers in the sessions of ``reached``. Where one is refused, none is touched.
+        """Stash the gradients of all optimizers in the sessions of ``reached``, or refuse before one is touched.
 
         ``is_guess`` marks optimizers that a function in Python may reach. A use before they get a gradient releases them.
         """
-        sessions = [wrapper.owner for wrapper in reached]
-        named, fresh = dict.fromkeys(reached), []
-        for wrapper in wrappers() if len(wrapper_refs) > len(named) else named:
-            if wrapper.owner in sessions and wrapper not in self._held:
-                if wrapper.gradients.state is State.IN_BLOCK:
-                    wrapper.gradients.refuse("open")
-                fresh.append(wrapper)
+        fresh = dict.fromkeys(reached)
+        if len(wrapper_refs) > len(fresh):
+            sessions = [wrapper.owner for wrapper in reached]
+            fresh = dict.fromkeys(each for each in wrappers() if each.owner in sessions and each not in self._held)
+        for wrapper in fresh:
+            if wrapper.gradients.state is State.IN_BLOCK:
+                wrapper.gradients.refuse("open")
         for wrapper in fresh:
             if wrapper.settle(finishes=False):
                 wrapper.findings.zero_skipped()
@@ -273,7 +272,8 @@ class Block:
         ):
             self._put_back()
         else:
-            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
+            is_alone = len(self._held) == 1
+            unnamed = [] if is_alone else [wrapper for wrapper in self._held if wrapper not in self.named]
             collect(
                 *(scale, self.named, unnamed, scaling.outside, self.scaler, is_local),
                 delay_overflow_check=self.delay_overflow_check,
@@ -466,7 +466,8 @@ def _notify_blocks(roots: list[Any], inputs: Any) -> bool:
 
 def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
     """The optimizers with a loss scale that a backward pass outside of all blocks reaches, and their counts of scaled passes."""
-    scaled = [wrapper for wrapper in wrappers() if wrapper.is_outside_of_blocks]
+    loose = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
+    scaled = [wrapper for wrapper in loose if wrapper.has_scale and not wrapper.findings.came_through_no_block]
     if not scaled:
         return []
     if inputs is not None:

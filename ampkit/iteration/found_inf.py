@@ -9,17 +9,31 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import kernels
 from ..errors import ConfigurationError
-from ..models.float32_values import clear_gradient, put_gradient
+from ..models.float32_values import Float32Value, clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to
 from ..sharding import highest, local
 
-Slot = Any  # of gradients.py, which imports this module
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Slot:
+    """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
+
+    ``master`` is the float32 value of a weight with a rest, whose gradient may be float32 too. ``owners`` counts the optimizers.
+    """
+
+    param: torch.Tensor
+    master: Float32Value | None = None
+    owners: int = 0
+    stash: torch.Tensor | None = None
+
+
 SlotGradient = tuple[Slot, torch.Tensor]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, clear_gradient, put_gradient
+from ..models.float32_values import clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to, norm_of
 from ..patching import Reference
 from ..sharding import process_groups
 from .found_inf import (
     FoundInf,
+    Slot,
     add_to_stashes,
     bring_to,
     constant,
@@ -34,20 +34,6 @@ from .found_inf import (
     values_of,
 )
 from .reach import are_still, seen
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Slot:
-    """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
-
-    ``master`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
-    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
-    """
-
-    param: torch.Tensor
-    master: Float32Value | None = None
-    owners: int = 0
-    stash: torch.Tensor | None = None
 
 
 class State(enum.Enum):
@@ -106,7 +92,7 @@ class Gradients:
 
     @property
     def device(self) -> torch.device:
-        """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
+        """The device of the gradients' flag."""
         return self.slots[0].param.device if self.slots else torch.device("cpu")
 
     def refuse(self, verb: str) -> None:
@@ -127,10 +113,7 @@ class Gradients:
     # The backward pass
 
     def open(self, scale: Scale, copies: bool = False, holder: Any = None, is_guess: bool = False) -> None:
-        """Prepare for a backward pass at ``scale``: stash the present gradients, or bring those that stay to it.
-
-        ``copies`` clones stashes: gradients are views of DDP's buckets, which the next backward pass overwrites.
-        """
+        """Stash gradients (``copies``: of DDP's buckets) before a backward pass, or bring those that stay to its ``scale``."""
         if self.state is State.IN_BLOCK:
             self.refuse("open")
         if self.clip is not None:
@@ -147,13 +130,12 @@ class Gradients:
     def stash(slots: Iterable[Slot], copies: bool = False) -> None:
         """Set gradients aside, so that fresh ones arrive unmixed."""
         for slot in slots:
-            if stored_gradient(slot.param) is None:
-                continue
-            gradient = slot.stash = slot.param.grad
-            clear_gradient(slot.param)
-            note_set_aside(slot.param)
-            if copies and gradient.dtype is slot.param.dtype:
-                slot.stash = gradient.clone()
+            if stored_gradient(slot.param) is not None:
+                gradient = slot.stash = slot.param.grad
+                clear_gradient(slot.param)
+                note_set_aside(slot.param)
+                if copies and gradient.dtype is slot.param.dtype:
+                    slot.stash = gradient.clone()
 
     def put_back(self, done: set[Slot] | None = None) -> None:
         """Restore the gradients from before a backward pass that failed, or did not come here.
@@ -188,20 +170,13 @@ class Gradients:
     def collect(
         self, inv: Scale, finding: FoundInf | None, is_local: bool = False, done: set[Slot] | None = None
     ) -> None:
-        """Multiply fresh gradients by ``inv`` and check them after a backward pass, and add them to earlier ones.
-
-        ``is_local``: the pass ran under ``DDP.no_sync()``. ``done`` has the slots that several optimizers share and one of them has
-        handled; None where there is only one optimizer.
-        """
+        """Unscale and check fresh gradients after a backward pass (``is_local``: under no_sync()), and add them to earlier ones."""
         fresh, sums = [], []
         for slot in self._take(done):
             gradient, stash = slot.param.grad, slot.stash
-            if stash is None:
-                if gradient is not None:
-                    fresh.append((slot, gradient))
-            elif gradient is not None:
-                sums.append((slot, gradient))
-            else:
+            if gradient is not None:
+                (fresh if stash is None else sums).append((slot, gradient))
+            elif stash is not None:
                 slot.stash = None
                 put_gradient(slot.param, stash)
         with profiler.record_function("ampkit: unscale") if profiler._is_profiler_enabled else nullcontext():
@@ -212,7 +187,7 @@ class Gradients:
         self.state, self.holder = State.LOCAL if is_local else State.READY, None
 
     def _take(self, done: set[Slot] | None) -> list[Slot]:
-        """Return the slots that no other optimizer has handled. Drops stashes of gradients that a script has cleared since."""
+        """Return the slots but for shared ones in ``done``. Drops stashes of gradients that a script has cleared since."""
         slots = self.slots
         if done is not None:
             slots = [slot for slot in slots if slot not in done]
@@ -225,10 +200,7 @@ class Gradients:
     # Between the block and the step
 
     def settle(self, refuses: bool = True) -> bool:
-        """Restore to ``param.grad`` what `set_aside` has stashed, and forget the clipping of gradients that are gone.
-
-        Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
-        """
+        """Restore to ``param.grad`` what `set_aside` has stashed, forget what is gone, and return whether there are gradients."""
         if self.clip is not None:
             self.check_clipped(refuses)
         if self.state is State.IN_BLOCK:
@@ -256,8 +228,7 @@ class Gradients:
         clip, result = self.clip, {}
         inputs, outputs = [], []
         for slot in self.stored:
-            gradient = slot.param.grad
-            if gradient is None:
+            if (gradient := slot.param.grad) is None:
                 continue
             if gradient.dtype is torch.float32 and clip is None:
                 result[slot] = gradient
@@ -295,8 +266,8 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
-        plain = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
-        plain = [values_of(gradient) for gradient in plain if gradient is not None]
+        present = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
+        plain = [values_of(gradient) for gradient in present if gradient is not None]
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
             self.clip = coefficient if self.clip is None else self.clip * coefficient
@@ -329,8 +300,7 @@ class Gradients:
         """Set the flag of ``finding`` where a present gradient is not finite, on this process."""
         params, gradients = [], []
         for slot in self.slots:
-            gradient = stored_gradient(slot.param)
-            if gradient is not None:
+            if (gradient := stored_gradient(slot.param)) is not None:
                 params.append(slot.param)
                 gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
         flag, first_bad = places_for(finding, params)
@@ -353,10 +323,7 @@ class Gradients:
     # Clearing
 
     def clear(self, set_to_none: bool, clears_all: bool) -> None:
-        """Clear gradients that torch's ``zero_grad`` does not see: stashes, and gradients of weights with rests.
-
-        With ``clears_all`` clear those of weights without rests too, else the optimizer's own ``zero_grad`` does.
-        """
+        """Clear stashes and gradients of weights with rests, and with ``clears_all`` what the optimizer's own method clears."""
         self.forget()
         for slot in self.slots:
             slot.stash = None
@@ -392,15 +359,12 @@ class Gradients:
 
 
 class Findings:
-    """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
-
-    See "A flag goes with its gradients" in NOTES.md.
-    """
+    """Whether the gradients of one optimizer are finite: "A flag goes with its gradients" in NOTES.md."""
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
         self.forget()
-        #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
+        #: The other optimizers of the last block, where only steps check, with their flags if they have stepped since.
         self._beside: dict[Findings, FoundInf | None] = {}
         self.of_step: FoundInf | None = None  # the flag that decided the last step
         self.scaler: Any = None  # of the last block
@@ -412,10 +376,9 @@ class Findings:
         """Note the flag of a block that has made gradients; None where it does not check them."""
         self._checked = self.shared = None
         if finding is not None:
-            before = self._found if self.new else None  # no step has used the flags of new blocks
             if finding not in self.new:  # else the flag of a delayed check, which this block ends
                 self.new.append(finding)
-            self._found = finding if before in (None, finding) else FoundInf.any_of([before, finding])
+            self._found = finding if len(self.new) == 1 else FoundInf.any_of(self.new)
             self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 
@@ -429,18 +392,13 @@ class Findings:
         self._checked = number, seen(self._gradients.params)
 
     def judge(self, checks: bool = False) -> FoundInf | None:
-        """Return the flag that decides whether this step is skipped, or None where nothing was checked. Does not wait for the flag.
-
-        At loss scale 1 gradients are checked only with ``checks``.
-        """
+        """Return the flag that decides on this step, or None where nothing was checked: at loss scale 1 without ``checks``."""
         self._drop_of_others()
         new, self.new = self.new, []
-        apart = []
         for finding in new:
             if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
                 finding.scaler.update(finding)
-            if not finding.moves_scale:
-                apart.append(finding)
+        apart = [finding for finding in new if not finding.moves_scale]
         scaler, before = self.scaler or self._owner.scaling.scalers[0], self._found
         is_one = scaler.is_one
         if (checks or not is_one) and not (before is not None and self._is_settled()):
@@ -472,7 +430,6 @@ class Findings:
         return self.of_step is not None and self.of_step.overflowed
 
     def look_again(self) -> None:
-        """Forget that gradients were checked: the next step checks all of them."""
         self._judged = self._checked = None
 
     def forget(self) -> None:
@@ -511,18 +468,15 @@ class Findings:
         return FoundInf.any_of(findings)
 
     def _is_settled(self) -> bool:
-        """Whether the flag of the blocks still holds: no gradient was written to since they were judged.
-
-        Processes that step together have agreed in the block. Other collectives of a script are writes that torch does not count.
-        """
+        """Whether the flag of the blocks still holds: no gradient was written to since they were judged."""
         gradients, owner = self._gradients, self._owner
         if owner.process_group is not None:
             return False
-        if gradients.process_groups:
+        if gradients.process_groups:  # these processes have agreed in the block
             return True
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
-            return False
+            return False  # a script's own collectives are writes that torch does not count
         if self._judged is None:
             return False
         judged, aliases = self._judged

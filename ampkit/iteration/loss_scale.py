@@ -178,16 +178,9 @@ class LossScaler:
     def unskipped(self, value: int) -> None:
         self._write(unskipped=int(value))
 
-    def change_rule(
-        self,
-        rule: DynamicLossScale | None = None,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = None,
-    ) -> None:
-        """Move a dynamic scale by another rule, or between other bounds, from the next iteration on."""
-        self.rule = self.rule if rule is None else rule
-        self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else float(min_loss_scale)
-        self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else float(max_loss_scale)
+    def change_rule(self, **changes: Any) -> None:
+        """Move a dynamic scale by another ``rule``, ``min_loss_scale`` or ``max_loss_scale``, from the next iteration on."""
+        vars(self).update(changes)
         rule, scale = self.rule, self.synchronize().scale
         #: Whether this is a static scale of 1.0, which multiplies and checks nothing.
         self.is_one = not self.dynamic and scale == 1.0
@@ -202,10 +195,7 @@ class LossScaler:
     # The iteration
 
     def current(self, device: torch.device) -> float | torch.Tensor:
-        """The scale of an iteration that begins now: a number if it is static, else a copy of the scale on ``device``.
-
-        Until an iteration ends, the copy is the same object.
-        """
+        """The scale of an iteration that begins now: a number if it is static, else one copy of the scale on ``device``."""
         if not self.dynamic:
             return self._known.scale
         if self._state is None or self._state.device != device:
@@ -219,8 +209,7 @@ class LossScaler:
     def update(self, finding: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
         """End an iteration: move the scale, on its device, by a `FoundInf`, or by a flag of shape [1].
 
-        With ``moves_scale=False`` the scale counts the iteration as clean, whatever the flag. Other ranks have not seen these
-        gradients yet, and the scale must not differ between ranks.
+        ``moves_scale=False`` counts it as clean: other ranks have not seen these gradients yet, and have the same scale.
         """
         if isinstance(finding, torch.Tensor):
             finding = FoundInf(finding)
@@ -283,8 +272,7 @@ class LossScaler:
     def report(self, *, wait: bool = False, raises: bool = True) -> bool:
         """Log the steps that were skipped since the last report, if that is known, or with ``wait``; returns whether there are any.
 
-        Raises `LossScaleError` after 50 skips in a row at the floor, where nothing will change by itself; with ``raises=False`` the
-        next report does.
+        Raises `LossScaleError` after 50 skips in a row at the floor; with ``raises=False`` the next report does.
         """
         if wait:
             self.synchronize()

@@ -1,14 +1,12 @@
 """The wrapper that a session puts on an optimizer: its step can be skipped, and updates weights together with their rests.
 
-The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
-wrapper itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
-``step`` and ``zero_grad``; `ways.choose` says how each steps.
+Its methods are bound methods of the instance, whose ``__func__`` learning-rate schedulers look for; it lives as long as the
+optimizer, which is anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import kernels
 from ..casting.engine import active_casting
@@ -32,16 +31,14 @@ from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, wrapper_refs
 from .advice import Advice
-from .gradients import Findings, Gradients, Slot, State
+from .found_inf import Slot
+from .gradients import Findings, Gradients, State
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
 
-# The hooks of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
-_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 _AMID_UPDATE = (
     "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
     "checkpoint."
@@ -49,7 +46,7 @@ _AMID_UPDATE = (
 
 
 class OptimizerWrapper:
-    """The wrapper of an optimizer of a session (``owner``): slots, gradients, their flags, and methods that replace its own."""
+    """The wrapper of an optimizer of a session (``owner``)."""
 
     def __init__(self, optimizer: Any, owner: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -134,17 +131,8 @@ class OptimizerWrapper:
         """Whether a loss of the session has another loss scale than a static 1.0."""
         return not all([scaler.is_one for scaler in self.owner.scalers])
 
-    @property
-    def is_outside_of_blocks(self) -> bool:
-        """Whether a backward pass outside of all blocks is to be noted: there is a loss scale, no open block, and no such note."""
-        in_block = self.gradients.state is State.IN_BLOCK
-        return not (in_block or self.findings.came_through_no_block) and self.has_scale
-
     def note_outside(self, passes: int) -> None:
-        """Note that a backward pass outside of all blocks has written to the gradients.
-
-        ``passes`` is `Advice.passes` before it. Warns where an unscaled loss was added to gradients that wait at a scale.
-        """
+        """Note a backward pass outside of all blocks, before which `Advice.passes` was ``passes``. Warns of a sum of two scales."""
         if self.gradients.state is not State.WAITING:
             self.findings.came_through_no_block = True
         elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # whose scripts scale by hand
@@ -170,8 +158,7 @@ class OptimizerWrapper:
     def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
         """Bring every gradient, unscaled, to ``param.grad``, and take over writes to loans. Returns whether there are gradients.
 
-        Without ``finishes`` gradients that wait at a scale go on waiting. With ``refuses`` raises `ConfigurationError` for writes
-        of which one would be lost.
+        Without ``finishes`` gradients that wait at a scale go on waiting. ``refuses`` writes of which one would be lost.
         """
         gradients = self.gradients
         if gradients.stored:
@@ -266,10 +253,7 @@ class OptimizerWrapper:
             raise
 
     def checks_step(self, way: Way | None = None) -> bool:
-        """Whether a step checks gradients that no block has checked, as at loss scale 1.
-
-        Warns of gradients that came through no block at another loss scale.
-        """
+        """Whether a step checks gradients that no block has checked. Warns of those that came through none at a loss scale."""
         if self.findings.came_through_no_block:
             if not self.findings.new:
                 self.advice.tell("outside", type(self.optimizer()).__name__)
@@ -279,7 +263,7 @@ class OptimizerWrapper:
 
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter ``in_step`` for the update alone: the script's hooks around it see the model's own gradients and weights."""
+        """Enter ``in_step`` between the script's hooks, which see the model's own gradients and weights."""
         optimizer, depth = self.optimizer(), 0  # a step that calls its class's has the hooks of both
 
         def begin(*_: Any) -> None:
@@ -373,10 +357,7 @@ class OptimizerWrapper:
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
-        """Give slots to parameters that a script has put into ``param_groups[i]["params"]`` since.
-
-        A parameter that it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
-        """
+        """Give slots to parameters that a script has put into ``param_groups[i]["params"]``. Those it took out keep theirs."""
         if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
@@ -417,4 +398,4 @@ def _has_hooks(optimizer: Any) -> bool:
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
         optimizer, "_optimizer_step_post_hooks", None
     )
-    return hooks is not None and bool(hooks or _pre_hooks_of_all or _post_hooks_of_all)
+    return hooks is not None and bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

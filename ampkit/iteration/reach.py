@@ -1,4 +1,4 @@
-"""What a backward pass writes to, by the graph of its roots; and calls of torch that read scaled or narrow gradients."""
+"""The tensors that a backward pass writes to, by its graph, and calls of torch that read scaled or narrow gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good.
 
-Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values. Finite
-elements keep the values that forwards or scripts gave them. On an accelerator the device chooses; nothing waits.
+Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values, and
+nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class RunningStatistics:
         self._of[model] = _Statistics()
 
     def before_forward(self, model: nn.Module) -> None:
-        """Check statistics that earlier forwards have changed, and the model's where this forward may change them.
-
-        To be called where `are_there`, or where modules were added since.
-        """
+        """Check what earlier forwards have changed, and what this one may change. Called where `are_there`, or may be."""
         if _tracing() is not None or _transform_level() is not None:
             return
         changed = self.changed
@@ -63,7 +60,7 @@ class RunningStatistics:
 
 
 class _Statistics:
-    """The statistics of one model, and their last finite values in memory that stays, for a captured CUDA graph uses it."""
+    """The statistics of one model, and their last finite values, in memory that a captured CUDA graph may use."""
 
     def __init__(self) -> None:
         #: The attributes of modules, which keep no module alive, and the names of their statistics.

@@ -16,8 +16,8 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
-from ...iteration.found_inf import FoundInf, inverse
-from ...iteration.gradients import Slot, State
+from ...iteration.found_inf import FoundInf, Slot, inverse
+from ...iteration.gradients import State
 from ...logs import logger
 from ...registry import session_of, wrapper_of
 from ...session import Session
