@@ -1,7 +1,6 @@
-"""The registry of what is initialized in this process: sessions, optimizers and models.
+"""The registry of what is initialized in this process: sessions (oldest first), wrappers of optimizers, and models.
 
-`live_sessions` are neither closed nor without models and optimizers, oldest first. `wrappers` returns the wrappers of their
-optimizers, as long as these live. `watchers` maps each initialized model to its session, which the model's calls notify.
+`watchers` maps each initialized model to its session, which the model's calls notify.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A session: everything that one ``initialize`` did, and its undo.
-
-It holds its models and optimizers weakly: when the last of them is gone, it closes itself. `LossScaling` is the part of it that
-blocks share.
-"""
+"""A session: everything that one ``initialize`` did, and its undo. It holds its models and optimizers weakly."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ from .events import listeners, tell
 from .iteration.block import Block, LossScaling, calls_of_torch
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import retained_results, torchs_clipping
+from .iteration.reach import torchs_clipping
 from .iteration.running_statistics import RunningStatistics
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
@@ -59,8 +55,7 @@ def _one_at_a_time() -> Iterator[None]:
 class Session:
     """The changes of one ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
-    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions
-    noted of the same models. The processes of ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
+    ``plan`` holds its settings, ``scalers`` one loss scaler per loss, ``incoming`` the dtypes that earlier sessions noted.
     """
 
     def __init__(self, plan: Plan, incoming: Incoming | None = None, process_group: Any = None) -> None:
@@ -170,7 +165,6 @@ class Session:
             (calls_of_torch, True),
             (around_stored_weights, plan.stores_weights),
             (one_pass_steps, plan.stores_weights or plan.steps_in_one_pass),
-            (retained_results, not all(scaler.is_one for scaler in self.scalers)),
         ):
             if wanted:
                 patches.acquire(self._undo)

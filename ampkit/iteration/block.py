@@ -34,6 +34,7 @@ from .reach import (
     leaves_behind,
     leaves_of,
     node_of,
+    note_retain_grad,
     refuse_scaled,
     retained,
     retaining,
@@ -50,11 +51,7 @@ open_blocks: list[Block] = []
 
 @dataclass(eq=False)
 class Block:
-    """A ``with scale_loss(...)`` block; see `ampkit.scale_loss`.
-
-    ``named`` has the wrappers of the optimizers that `scale_loss` was given. The block holds their gradients, those of the other
-    optimizers of their sessions, and all others that its backward passes reach (`before_backward`).
-    """
+    """A ``with scale_loss(...)`` block: it holds the gradients of the sessions of ``named``, and all that its passes reach."""
 
     scaling: LossScaling
     loss: torch.Tensor
@@ -89,7 +86,8 @@ class Block:
         try:
             open_blocks.append(self)
             for scaler in self.scaling.scalers:
-                scaler.report()
+                if scaler.has_news:
+                    scaler.report()
             return self._begin()
         except BaseException as error:
             self._leave(error)
@@ -137,7 +135,7 @@ class Block:
     def _hold(self, reached: Sequence[OptimizerWrapper], is_guess: bool = False) -> None:
         """Stash the gradients of all optimizers in the sessions of ``reached``, or refuse before one is touched.
 
-        ``is_guess`` marks optimizers that a function in Python may reach. A use before they get a gradient releases them.
+        A use of a guess, which a function in Python may reach, releases it while it has no gradient.
         """
         fresh = dict.fromkeys(reached)
         if len(wrapper_refs) > len(fresh):
@@ -161,10 +159,8 @@ class Block:
         kept = [slot for slot in outside.slots if id(slot.param) not in held]
         ids = {id(slot.param) for slot in kept}
         fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in ids]
-        for session in live_sessions:
-            if session.scaling is not self.scaling and any(
-                id(slot.param) in session.scaling.outside.ids for slot in fresh
-            ):
+        for other in [session.scaling for session in live_sessions if session.scaling is not self.scaling]:
+            if not other.outside.ids.isdisjoint(id(slot.param) for slot in fresh):
                 raise ConfigurationError(
                     "A scale_loss block came to a tensor whose gradient waits at the loss scale of another initialize() call "
                     "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
@@ -182,7 +178,7 @@ class Block:
         Raises `ConfigurationError` for a pass that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
-        reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
+        reached = Reached(*leaves_behind([self.scaled] if self in scaled else []))
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
         every = wrappers() if len(wrapper_refs) > len(self._held) else self._held
@@ -294,10 +290,7 @@ def collect(
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
 ) -> None:
-    """Unscale, check and add up the gradients that a backward pass has made, and end the iteration.
-
-    An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
-    """
+    """Unscale, check and add up the gradients that a backward pass has made, and end the iteration."""
     # The flag of blocks with delay_overflow_check=True belongs to this iteration.
     finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
     inv, done = inverse(scale), set() if unnamed or len(named) > 1 else None
@@ -364,10 +357,7 @@ class LossScaling:
         return self.scalers[loss_id]
 
     def find_unowned(self, session: Any) -> list[torch.Tensor]:
-        """The parameters of the session's models that no initialized optimizer updates.
-
-        Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
-        """
+        """The parameters of the session's models that no initialized optimizer updates: scripts clip them with the others."""
         ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
@@ -378,18 +368,14 @@ class LossScaling:
             self._runs_without_sync = not ddp.require_backward_grad_sync
 
     def backward_was_local(self) -> bool:
-        """Whether the gradients of the backward pass that just ran were left unreduced.
-
-        torch's DDP decides that in its forward pass; a DDP that decides in each backward pass has `last_backward_was_local`.
-        """
+        """Whether the backward pass left gradients unreduced: torch's DDP decides in its forward, the drop-in's in each pass."""
         was_local, self._runs_without_sync = self._runs_without_sync, False
         said = getattr(self.ddp(), "last_backward_was_local", None)
         return was_local if said is None else said
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
-        scaler = wrapper.delayed_with or self.scalers[0]
-        collect(wrapper.gradients.scale, [wrapper], [], self.outside, scaler)
+        collect(wrapper.gradients.scale, [wrapper], [], self.outside, wrapper.delayed_with or self.scalers[0])
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
@@ -482,6 +468,7 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
 
 def _patch(patches: PatchSet) -> None:
     patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
+    patches.put_around(torch.Tensor, "retain_grad", note_retain_grad)
     patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", refuse_scaled)
     patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", warn_of_grad_scaler)
 

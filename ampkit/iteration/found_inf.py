@@ -1,8 +1,4 @@
-"""Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
-
-`unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a backward pass; sparse ones and those with a graph
-are handled one by one. A `FoundInf` is the flag of one block.
-"""
+"""Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must."""
 
 from __future__ import annotations
 
@@ -38,16 +34,15 @@ SlotGradient = tuple[Slot, torch.Tensor]
 
 
 class FoundInf:
-    """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
+    """The flag (float32, shape []) of a ``scale_loss`` block, or of several: not 0 where a gradient is not finite.
 
-    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
-    first such tensor of a list, which ``name_of`` turns into a name. ``moves_scale`` tells whether a scale has moved by the flag.
+    `places_for` gives kernels a place for the index of the first such tensor of a list.
     """
 
     is_clean = False  # whether the host knows that all were finite: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
     iteration: int | None = None  # its number, from 1, among the scaler's iterations; None in a CUDA graph
-    moves_scale = False
+    moves_scale = False  # whether a scale has moved by it
     scaler: Any = None  # the loss scaler whose delayed check it is
 
     def __init__(self, flag: torch.Tensor, name_of: Callable[[Any], str] = repr) -> None:

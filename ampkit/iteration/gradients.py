@@ -1,7 +1,4 @@
-"""The gradients of one optimizer, from the backward pass to the step.
-
-After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: see NOTES.md.
-"""
+"""The gradients of one optimizer, from the backward pass to the step, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -138,10 +135,7 @@ class Gradients:
                     slot.stash = gradient.clone()
 
     def put_back(self, done: set[Slot] | None = None) -> None:
-        """Restore the gradients from before a backward pass that failed, or did not come here.
-
-        Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
-        """
+        """Restore the gradients from before a backward pass. Those that stayed in ``param.grad`` keep what the pass added."""
         if self.before is State.LOCAL:
             self.collect(inverse(self.scale), None, is_local=True)
         elif self.before is State.READY:
@@ -405,7 +399,8 @@ class Findings:
             again = self._look()
             if is_one:
                 self._found = scaler.update(self._combine_flags(again) if self._beside else again)
-                scaler.report()
+                if scaler.has_news:
+                    scaler.report()
             elif before is None:
                 apart.append(again)
                 self._found = again

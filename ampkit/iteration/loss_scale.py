@@ -1,7 +1,4 @@
-"""The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps.
-
-`LossScaler.update` runs a kernel that moves a `ScaleState` on the device of the gradients. A `HostCopy` of it arrives later.
-"""
+"""The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps."""
 
 from __future__ import annotations
 
@@ -124,8 +121,7 @@ class LossScaler:
     """The loss scale of one loss: a number that stays, or one that moves by a `DynamicLossScale` between two bounds.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
-    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device. A static scale other than 1.0
-    checks too, and an overflow skips the step.
+    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class LossScaler:
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
         self._as_apex = as_apex  # log the same line for every skip
-        self._has_news = False  # whether there may be a skip that was not reported
+        self.has_news = False  # whether there may be a skip that was not reported
         self._error: LossScaleError | None = None  # to be raised by a report with ``raises``
         self._state: torch.Tensor | None = None
         self._iterations = 0  # the number of ended ones
@@ -222,7 +218,7 @@ class LossScaler:
         flag = finding.flag if moves_scale else torch.zeros_like(finding.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
-        self._has_news = self._has_news or not finding.is_clean
+        self.has_news = self.has_news or not finding.is_clean
         self._iterations += 1
         finding.iteration = None if finding.flag.is_cuda and is_capturing(finding.flag) else self._iterations
         self._recent.append(finding)
@@ -234,7 +230,7 @@ class LossScaler:
         if self._state is None:
             self._move_to(flag.device)
         self._state[-1:].add_(moved_to(flag > 0, self._state.device))
-        self._has_news = True
+        self.has_news = True
         self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
@@ -276,7 +272,7 @@ class LossScaler:
         """
         if wait:
             self.synchronize()
-        elif not self._has_news or not self._learn():
+        elif not self.has_news or not self._learn():
             return False
         told, self._told = self._told, self._known
         if self._known.skips_apart != told.skips_apart:
@@ -301,7 +297,7 @@ class LossScaler:
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._has_news = self._error is not None or not (wait or self._state.is_cpu)
+        self.has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
     def _diagnose(self, skips: int, newest: FoundInf | None) -> None:

@@ -1,7 +1,6 @@
 """The wrapper that a session puts on an optimizer: its step can be skipped, and updates weights together with their rests.
 
-Its methods are bound methods of the instance, whose ``__func__`` learning-rate schedulers look for; it lives as long as the
-optimizer, which is anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``.
+It lives as long as the optimizer, which is anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -174,7 +173,7 @@ class OptimizerWrapper:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
 
-        # wraps() carries over the marks that learning-rate schedulers leave on the function.
+        # wraps() carries over the marks that learning-rate schedulers leave on the function: they look for ``__func__``.
         @functools.wraps(original)
         def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
             call_original = original if before is not None else functools.partial(original, ref())
@@ -270,23 +269,20 @@ class OptimizerWrapper:
             nonlocal depth
             if depth == 0:
                 self.settle()
-                in_step.__enter__()
+                update.enter_context(in_step)
             depth += 1
 
         def end(*_: Any) -> None:
             nonlocal depth
             depth -= 1
             if depth == 0:
-                in_step.__exit__(None, None, None)
+                update.close()
 
         last, first = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
         try:
-            yield
-        except BaseException as error:
-            if depth:
-                in_step.__exit__(type(error), error, error.__traceback__)
-            raise
+            with ExitStack() as update:
+                yield
         finally:
             last.remove()
             first.remove()

@@ -1,8 +1,4 @@
-"""Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good.
-
-Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values, and
-nothing waits for the device.
-"""
+"""Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests.
-
-See "Optimizers hold the model's parameters" in NOTES.md.
-"""
+"""Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests."""
 
 from __future__ import annotations
 

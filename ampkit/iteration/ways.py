@@ -1,7 +1,4 @@
-"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
-
-`OnePassStep` is the way for torch's SGD, Adam and AdamW: see "Optimizers hold the model's parameters" in NOTES.md.
-"""
+"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits."""
 
 from __future__ import annotations
 
