@@ -335,11 +335,9 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 def close() -> None:
     """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
 
-    Weights get back the dtype that they came in, from their float32 values where they have these. It may be called twice, and
-    without a session; it raises nothing of its own.
-
-    If another thread called `initialize` at O1, casts end there as soon as Python allows (the main thread), or at its next call
-    of ampkit.
+    Weights get back the dtype that they came in. It may be called twice, and without a session; it raises nothing of its own. If
+    another thread called `initialize` at O1, casts end there as soon as Python allows (the main thread), or at its next call of
+    ampkit.
     """
     switch_off_left_on()
     run_all((session.close,) for session in reversed(live_sessions[:]))

@@ -253,7 +253,6 @@ class Session:
 
     @staticmethod
     def _restart_device_types() -> None:
-        """Set the engine's device types to those of its sessions' models, and whether any of these have narrow results."""
         casting = active_casting()
         sessions = _sessions_of(casting)
         model_types = device_types([model for session in sessions for model in session.models])

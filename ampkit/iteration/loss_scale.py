@@ -369,8 +369,8 @@ def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, 
     groups = [group for group in groups if group]
     numbered = ((number, scaler) for number, group in enumerate(groups) for scaler in group)
     for index, (number, scaler) in enumerate(numbered):
-        scaler_state = scaler.state_dict()
-        destination[f"loss_scaler{index}"] = scaler_state if len(groups) == 1 else {**scaler_state, "session": number}
+        session = {} if len(groups) == 1 else {"session": number}
+        destination[f"loss_scaler{index}"] = scaler.state_dict() | session
 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
