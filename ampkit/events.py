@@ -66,17 +66,6 @@ def tell(event: str, *args: Any) -> Any:
     return answer
 
 
-def telling(backward: Callable[..., None], roots: Sequence[Any]) -> Callable[..., None]:
-    """Report that a backward pass begins, and return a function that runs it and reports its end."""
-    tell("backward_begins", roots)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        backward(*args, **kwargs)
-        tell("backward_ends")
-
-    return run
-
-
 # Steps
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
-from ..events import listeners, telling
+from ..events import listeners, tell
 from ..optimizers.scales import Scale, moved_to
 from ..patching import PatchSet, SharedPatches
 from ..registry import live_sessions, wrapper_refs, wrappers
@@ -416,15 +416,15 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
             if len(around) == 1:
                 around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves, wrappers())
             return original(roots, *args, **kwargs)
-        run = telling(original, roots) if listeners else original
+        if listeners:
+            tell("backward_begins", roots)
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
-        if open_blocks and _notify_blocks(roots, inputs):
-            return run(roots, *args, **kwargs)
-        reached = _reached_outside(roots, inputs)
-        run(roots, *args, **kwargs)
+        reached = [] if open_blocks and _notify_blocks(roots, inputs) else _reached_outside(roots, inputs)
+        original(roots, *args, **kwargs)
+        if listeners:
+            tell("backward_ends")
         for wrapper, passes in reached:
             wrapper.note_outside(passes)
-        return None
 
     return backward
 
