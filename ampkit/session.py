@@ -281,7 +281,8 @@ class Session:
                 self.scaling.advice.tell("thread", self.plan.opt_level)
             elif self.plan.has_narrow_results and not self.plan.casts_weights:
                 self.scaling.advice.tell("lower loss", loss.dtype)
-        return Block(self.scaling, loss, wrappers, scaler, delay_unscale, delay_overflow_check)
+        named = list(dict.fromkeys(wrappers))
+        return Block(self.scaling, loss, named, scaler, delay_unscale, delay_overflow_check)
 
     def gathered_params(self) -> set[int]:
         """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""

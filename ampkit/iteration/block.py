@@ -137,10 +137,10 @@ class Block:
 
         A use of a guess, which a function in Python may reach, releases it while it has no gradient.
         """
-        fresh = dict.fromkeys(reached)
-        if len(wrapper_refs) > len(fresh):
+        fresh = reached
+        if len(wrapper_refs) > len(reached):
             sessions = [wrapper.owner for wrapper in reached]
-            fresh = dict.fromkeys(each for each in wrappers() if each.owner in sessions and each not in self._held)
+            fresh = [each for each in wrappers() if each.owner in sessions and each not in self._held]
         for wrapper in fresh:
             if wrapper.gradients.state is State.IN_BLOCK:
                 wrapper.gradients.refuse("open")
