@@ -1,6 +1,6 @@
 """The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` the state that they share.
 
-`collect` ends a block. While a session lives, `calls_of_torch` notifies blocks of each backward pass, by a patch of torch's.
+While a session lives, `calls_of_torch` notifies blocks of each backward pass, by a patch of torch's.
 """
 
 from __future__ import annotations
@@ -268,65 +268,18 @@ class Block:
         ):
             self._put_back()
         else:
-            is_alone = len(self._held) == 1
-            unnamed = [] if is_alone else [wrapper for wrapper in self._held if wrapper not in self.named]
-            collect(
-                *(scale, self.named, unnamed, scaling.outside, self.scaler, is_local),
-                delay_overflow_check=self.delay_overflow_check,
-                loss=self.loss,
-            )
+            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
+            finding = scaling.collect(scale, self.named, self.scaler, unnamed, is_local)
+            if finding is not None:
+                if not finding.is_clean:
+                    finding.loss = self.loss.detach()
+                if self.delay_overflow_check:
+                    self.scaler.delayed_check, finding.scaler = finding, self.scaler
+                else:
+                    self.scaler.update(finding, moves_scale=not is_local)
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
-
-
-def collect(
-    scale: Scale,
-    named: Sequence[OptimizerWrapper],
-    unnamed: Sequence[OptimizerWrapper],
-    outside: Gradients,
-    scaler: LossScaler,
-    is_local: bool = False,
-    delay_overflow_check: bool = False,
-    loss: torch.Tensor | None = None,
-) -> None:
-    """Unscale, check and add up the gradients that a backward pass has made, and end the iteration."""
-    # The flag of blocks with delay_overflow_check=True belongs to this iteration.
-    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
-    inv, done = inverse(scale), set() if unnamed or len(named) > 1 else None
-    if outside.state is not State.READY:
-        outside.collect(inv, finding, is_local, done)
-    for wrapper in named:
-        wrapper.gradients.collect(inv, finding, is_local, done)
-    for wrapper in unnamed:
-        gradients = wrapper.gradients
-        # Processes that step together must all ask.
-        if not (gradients.has_fresh or gradients.process_groups):
-            gradients.put_back(done)
-            continue
-        unnamed_finding = None if finding is None else named[0].findings.clear_flag()
-        gradients.collect(inv, unnamed_finding, is_local, done)
-        if unnamed_finding is not None:
-            unnamed_finding.agree(gradients.process_groups)
-        wrapper.findings.add(unnamed_finding)
-        if any([slot.owners > 1 for slot in gradients.slots]):
-            wrapper.findings.shared = finding
-    if finding is not None:
-        finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
-    for wrapper in named:  # not before: the flag covers all of them
-        wrapper.findings.add(finding)
-    if finding is not None and not finding.is_clean:
-        if loss is not None:
-            finding.loss = loss.detach()
-        outside.zero_where(finding.flag)  # no optimizer clears these
-        for wrapper in named:  # nor gradients that another optimizer's block would add to
-            wrapper.gradients.zero_where(finding.flag, all_of_them=False)
-    if outside.slots:
-        outside.hold(())
-    if finding is not None and delay_overflow_check:
-        scaler.delayed_check, finding.scaler = finding, scaler
-    elif finding is not None:
-        scaler.update(finding, moves_scale=not is_local)
 
 
 class LossScaling:
@@ -373,9 +326,52 @@ class LossScaling:
         said = getattr(self.ddp(), "last_backward_was_local", None)
         return was_local if said is None else said
 
+    def collect(
+        self,
+        scale: Scale,
+        named: Sequence[OptimizerWrapper],
+        scaler: LossScaler,
+        unnamed: Sequence[OptimizerWrapper] = (),
+        is_local: bool = False,
+    ) -> FoundInf | None:
+        """Unscale, check and add up the gradients that a backward pass has made; None where nothing is checked."""
+        # The flag of blocks with delay_overflow_check=True belongs to this iteration.
+        finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
+        inv, done = inverse(scale), set() if unnamed or len(named) > 1 else None
+        if self.outside.state is not State.READY:
+            self.outside.collect(inv, finding, is_local, done)
+        for wrapper in named:
+            wrapper.gradients.collect(inv, finding, is_local, done)
+        for wrapper in unnamed:
+            gradients = wrapper.gradients
+            # Processes that step together must all ask.
+            if not (gradients.has_fresh or gradients.process_groups):
+                gradients.put_back(done)
+                continue
+            its_own = None if finding is None else named[0].findings.clear_flag()
+            gradients.collect(inv, its_own, is_local, done)
+            if its_own is not None:
+                its_own.agree(gradients.process_groups)
+            wrapper.findings.add(its_own)
+            if any([slot.owners > 1 for slot in gradients.slots]):
+                wrapper.findings.shared = finding
+        if finding is not None:
+            finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
+        for wrapper in named:  # not before: the flag covers all of them
+            wrapper.findings.add(finding)
+        if finding is not None and not finding.is_clean:
+            self.outside.zero_where(finding.flag)  # no optimizer clears these
+            for wrapper in named:  # nor gradients that another optimizer's block would add to
+                wrapper.gradients.zero_where(finding.flag, all_of_them=False)
+        if self.outside.slots:
+            self.outside.hold(())
+        return finding
+
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
-        collect(wrapper.gradients.scale, [wrapper], [], self.outside, wrapper.delayed_with or self.scalers[0])
+        scaler = wrapper.delayed_with or self.scalers[0]
+        if (finding := self.collect(wrapper.gradients.scale, [wrapper], scaler)) is not None:
+            scaler.update(finding)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""

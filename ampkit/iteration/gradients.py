@@ -349,9 +349,6 @@ class Gradients:
                 gradient.masked_fill_(moved_to(flag, gradient.device) != 0, 0.0)
 
 
-# From the blocks to the step
-
-
 class Findings:
     """Whether the gradients of one optimizer are finite: "A flag goes with its gradients" in NOTES.md."""
 

@@ -164,10 +164,9 @@ class OnePassStep:
             by_kind.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)
         batches: list[tuple[list[int], dict[str, Any]]] = []
         for (has_rests, *_), indices in by_kind.items():
-            of_rests = (
-                dict(lower=[rests[id(params[i])] for i in indices], clip=self._gradients.clip) if has_rests else {}
-            )
-            batches.append((indices, dict(of_rests, found_inf=self.found_inf)))
+            lower = [rests[id(params[i])] for i in indices] if has_rests else None
+            clip = self._gradients.clip if has_rests else None
+            batches.append((indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)))
         return batches
 
     def count(self, params: Sequence[Tensor], steps: list[Tensor]) -> list[int]:
