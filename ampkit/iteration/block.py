@@ -246,8 +246,7 @@ class Block:
                 "The session was closed inside of this scale_loss block, so nothing unscales its gradients: they are multiplied "
                 "by the loss scale. Leave the block before close() or another initialize(), and clear the gradients now."
             )
-        if self.has_python:  # guesses may have been released
-            self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]
+        self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]  # no released guesses
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
         if is_to_look and self.scaled.requires_grad:
             scaling.advice.after_backward(self.named)

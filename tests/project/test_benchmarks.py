@@ -215,7 +215,7 @@ def check_flow():
     """Check that the code that a reader of an iteration follows does not grow."""
     printed = run("flow.py", "--levels", "O1,O2,O5")
     found = {line[:2]: numbers(line[3:]) for line in printed.splitlines()}
-    for level, most in {"O1": (132, 21, 67), "O2": (193, 22, 85), "O5": (123, 21, 61)}.items():
+    for level, most in {"O1": (134, 21, 67), "O2": (195, 22, 85), "O5": (123, 21, 61)}.items():
         assert all(number <= bound for number, bound in zip(found[level], most, strict=True)), (level, found[level])
 
 
