@@ -65,6 +65,7 @@ class Session:
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self.scaling = LossScaling(plan)
+        self.scalers = self.scaling.scalers
         self.statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = Undo()
@@ -81,10 +82,6 @@ class Session:
     def __str__(self) -> str:
         """The table of `ampkit.explain`, asked of the package: no room of the core imports insight/."""
         return str(sys.modules["ampkit"].explain(self))
-
-    @property
-    def scalers(self) -> list[LossScaler]:
-        return self.scaling.scalers
 
     @property
     def models(self) -> list[nn.Module]:

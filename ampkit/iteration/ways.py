@@ -20,7 +20,7 @@ from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..patching import PatchSet, SharedPatches
-from .found_inf import is_set
+from .found_inf import constant, is_set
 from .gradients import Gradients
 
 #: torch's classes whose update `OnePassStep` knows.
@@ -187,10 +187,11 @@ class OnePassStep:
                 numbers, here = [int(step) for step in steps], set(map(id, steps))
                 rows = self.known_counts.items()
                 self.known_counts = {key: row for key, row in rows if here.isdisjoint(map(id, row[0]))}
-        taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
+        first, taken = steps[0], self.found_inf
+        taken = constant(1.0, first.dtype, first.device) if taken is None else (taken == 0).reshape(()).to(first)
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
         kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)
-        self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
+        self.known_counts[id(first)] = list(steps), list(map(_version_of, steps)), numbers
         return numbers
 
     def give_counts_back(self, optimizer: Any) -> None:
