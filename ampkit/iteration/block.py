@@ -24,22 +24,12 @@ from ..optimizers.scales import Scale, moved_to
 from ..patching import PatchSet, SharedPatches
 from ..registry import live_sessions, wrapper_refs, wrappers
 from ..sharding import is_unreduced
+from . import reach
 from .advice import Advice
 from .found_inf import FoundInf, Slot, inverse
 from .gradients import Gradients, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .reach import (
-    Reached,
-    leaves_behind,
-    leaves_of,
-    node_of,
-    note_retain_grad,
-    refuse_scaled,
-    retained,
-    retaining,
-    warn_of_grad_scaler,
-)
 
 _NO_DDP = weakref.ref(set())  # a dead reference
 _compiling = torch.compiler.is_dynamo_compiling
@@ -178,14 +168,14 @@ class Block:
         Raises `ConfigurationError` for a pass that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
-        reached = Reached(*leaves_behind([self.scaled] if self in scaled else []))
+        reached = reach.Reached(*reach.leaves_behind([self.scaled] if self in scaled else []))
         if inputs is not None:
-            reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
+            reached = reach.Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
         every = wrappers() if len(wrapper_refs) > len(self._held) else self._held
         if every is not self._held:
             self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
-        results = retained(self.scaled) if retaining and inputs is None else []
+        results = reach.retained(self.scaled) if reach.retaining and inputs is None else []
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
@@ -211,13 +201,13 @@ class Block:
         elif outside:
             self._hold_outside(outside)
 
-    def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
+    def _hold_other_sessions(self, reached: reach.Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
         candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
         to_hold = [wrapper for wrapper in candidates if reached.has(wrapper.gradients.ids)]
         losses = {block.scaled.grad_fn for block in scaled}
-        if any(node_of(root) not in losses for root in roots):
-            beside = leaves_of(map(node_of, roots), past=losses)
+        if any(reach.node_of(root) not in losses for root in roots):
+            beside = reach.leaves_of(roots, past=losses)
             further = [wrapper for wrapper in candidates if wrapper not in to_hold]
             if any(beside.has_python or beside.has(wrapper.gradients.ids) for wrapper in further):
                 raise ConfigurationError(
@@ -409,7 +399,7 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
         if _running_backward() != -1:  # a part of the pass around it, as in torch.utils.checkpoint
             around = [block for block in open_blocks if block.has_python]
             if len(around) == 1:
-                around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves, wrappers())
+                around[0].hold_leaves(reach.leaves_of(roots).leaves, wrappers())
             return original(roots, *args, **kwargs)
         if listeners:
             tell("backward_begins", roots)
@@ -432,7 +422,7 @@ def _notify_blocks(roots: list[Any], inputs: Any) -> bool:
     ids = set(map(id, roots))
     reached = [block for block in open_blocks if id(block.scaled) in ids]
     if len(reached) < len(roots):
-        nodes = leaves_of(map(node_of, roots)).nodes
+        nodes = reach.leaves_of(roots).nodes
         reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
     for block in reached:
         if not block.is_plain:
@@ -454,18 +444,20 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
     if inputs is not None:
         leaves = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     elif all([isinstance(root, torch.Tensor) for root in roots]):
-        leaves, _ = leaves_behind(roots)
+        leaves, _ = reach.leaves_behind(roots)
     else:
-        leaves = leaves_of(map(node_of, roots)).leaves
+        leaves = reach.leaves_of(roots).leaves
     ids = {id(leaf) for leaf in leaves}
     return [(wrapper, wrapper.advice.passes) for wrapper in scaled if not ids.isdisjoint(wrapper.gradients.ids)]
 
 
 def _patch(patches: PatchSet) -> None:
     patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
-    patches.put_around(torch.Tensor, "retain_grad", note_retain_grad)
-    patches.put_around(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", refuse_scaled)
-    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", warn_of_grad_scaler)
+    patches.put_around(torch.Tensor, "retain_grad", reach.note_retain_grad)
+    patches.put_around(
+        sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", reach.refuse_scaled
+    )
+    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", reach.warn_of_grad_scaler)
 
 
 calls_of_torch = SharedPatches(_patch)

@@ -40,10 +40,10 @@ def node_of(root: torch.Tensor | GradientEdge) -> Any:
     return root.node if isinstance(root, GradientEdge) else root.grad_fn
 
 
-def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
-    """Return what the graphs of these nodes reach, except what they reach only through the nodes in ``past``."""
+def leaves_of(roots: Iterable[torch.Tensor | GradientEdge], past: Collection[Any] = ()) -> Reached:
+    """Return what the graphs of these roots reach, except what they reach only through the nodes in ``past``."""
     leaves, has_python = [], False
-    pending = [node for node in roots if node is not None and node not in past]
+    pending = [node for node in map(node_of, roots) if node is not None and node not in past]
     met = {None, *past, *pending}
     for node in pending:
         following = node.next_functions
@@ -69,7 +69,7 @@ def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
 
 
 leaves_behind: Callable[[list[torch.Tensor]], Any] = (
-    (lambda tensors: leaves_of([tensor.grad_fn for tensor in tensors])[:2]) if _library is None else _library.leaves_of
+    (lambda tensors: leaves_of(tensors)[:2]) if _library is None else _library.leaves_of
 )
 """Return the leaves that the graphs of tensors lead to, and whether a function in Python is among the nodes."""
 seen = _seen if _library is None else _library.seen
@@ -84,7 +84,7 @@ retaining = by_tensor()
 
 def retained(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Results in the graph of ``tensor`` on which a script has called ``retain_grad()``."""
-    nodes = leaves_of([tensor.grad_fn]).nodes
+    nodes = leaves_of([tensor]).nodes
     return [result for result in list(retaining) if result.grad_fn in nodes]
 
 
