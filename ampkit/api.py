@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from . import validation
 from .casting.decorators import CastsOfCallsDisabled, casts_of_calls_disabled
@@ -114,7 +115,7 @@ def _track(models: Any, optimizers: Any) -> None:
         for value in (models, optimizers)
     ]
     owners = [session_of(thing) for thing in (*things[0], *things[1])]
-    for session in [live for live in live_sessions if live in owners or live.owns_nothing]:
+    for session in [live for live in live_sessions if live in owners or not (live.models or live.optimizers)]:
         session.close()
     Session(Plan(enabled=False)).prepare(*things)
 
@@ -244,7 +245,8 @@ def clip_grad_norm_(
         norm = total(grads, norm_type)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
     else:
-        norm = wrapper.clip_grad_norm(float(max_norm))
+        with profiler.record_function("ampkit: clip") if profiler._is_profiler_enabled else nullcontext():
+            norm = wrapper.clip_grad_norm(float(max_norm))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
@@ -333,11 +335,9 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 def close() -> None:
     """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
 
-    Weights get back the dtype that they came in, from their float32 values where they have these. It may be called twice, and
-    without a session; it raises nothing of its own.
-
-    If another thread called `initialize` at O1, casts end there as soon as Python allows (the main thread), or at its next call
-    of ampkit.
+    Weights get back the dtype that they came in. It may be called twice, and without a session; it raises nothing of its own. If
+    another thread called `initialize` at O1, casts end there as soon as Python allows (the main thread), or at its next call of
+    ampkit.
     """
     switch_off_left_on()
     run_all((session.close,) for session in reversed(live_sessions[:]))

@@ -1,8 +1,7 @@
 """Events of an iteration for listeners: forwards, `scale_loss` blocks, backward passes, steps of optimizers.
 
-The core calls the functions below where `listeners` is not empty. Hooks and patches report what torch does by itself,
-while somebody listens: `forwards` and `steps` here, ``calls_of_torch`` of the core for backward passes. ampkit.insight
-listens.
+The core calls the functions below where `listeners` is not empty. Hooks and patches report what torch does by itself: `forwards`
+and `steps` here, ``calls_of_torch`` of the core for backward passes.
 """
 
 from __future__ import annotations
@@ -65,17 +64,6 @@ def tell(event: str, *args: Any) -> Any:
     for listener in tuple(listeners):
         answer = getattr(listener, event)(*args) or answer
     return answer
-
-
-def telling(backward: Callable[..., None], roots: Sequence[Any]) -> Callable[..., None]:
-    """Report that a backward pass begins, and return a function that runs it and reports its end."""
-    tell("backward_begins", roots)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        backward(*args, **kwargs)
-        tell("backward_ends")
-
-    return run
 
 
 # Steps

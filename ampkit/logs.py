@@ -1,8 +1,7 @@
-"""The logger ``ampkit`` and its handler.
+"""The logger ``ampkit``, and its handler while a session with ``verbosity >= 1`` is alive.
 
-The library logs and never prints. While a session with ``verbosity >= 1`` is alive, a handler of ampkit's writes its lines
-to standard output on rank 0, unless the application gave the logger handlers of its own, or writes them to the terminal by a
-handler of the root logger (``logging.basicConfig``).
+It writes lines to standard output on rank 0, unless the application gave the logger handlers of its own, or writes them to the
+terminal by a handler of the root logger (``logging.basicConfig``).
 """
 
 from __future__ import annotations

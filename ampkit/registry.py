@@ -1,7 +1,6 @@
-"""The registry of what is initialized in this process: sessions, optimizers and models.
+"""The registry of what is initialized in this process: sessions (oldest first), wrappers of optimizers, and models.
 
-`live_sessions` are neither closed nor without models and optimizers, oldest first. `wrappers` returns the wrappers of their
-optimizers, as long as these live. `watchers` maps each initialized model to its session, which the model's calls notify.
+`watchers` maps each initialized model to its session, which the model's calls notify.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ wrapper_refs: list[weakref.ref[Any]] = []
 additions = 0
 _target = operator.methodcaller("__call__")  # of a reference
 
-
-# Wrappers of frameworks around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
+#: Wrappers of frameworks around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
 _AROUND_OPTIMIZERS = {
     "accelerate.optimizer": "optimizer",
     "lightning.pytorch.core.optimizer": "_optimizer",
@@ -62,10 +60,7 @@ def session_of(thing: Any) -> Any:
     wrapper = wrapper_of(thing)
     if wrapper is not None:
         return wrapper.owner
-    for session in reversed(live_sessions):
-        if session.owns(thing):
-            return session
-    return None
+    return next((session for session in reversed(live_sessions) if session.owns(thing)), None)
 
 
 def _count(*_: Any) -> None:

@@ -1,9 +1,4 @@
-"""A session: everything that one ``initialize`` did, and its undo.
-
-`Session.prepare` casts the models, gives the optimizers methods, and patches torch, in that order; `Session.close`
-undoes it all in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
-closes itself. `LossScaling` holds the part of it that runs in every iteration.
-"""
+"""A session: everything that one ``initialize`` did, and its undo. It holds its models and optimizers weakly."""
 
 from __future__ import annotations
 
@@ -17,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from . import patching, validation
+from . import patching, registry, validation
 from .casting import cpp_wrappers as in_cpp
 from .casting.engine import Casting, active_casting, switch_off_left_on
 from .casting.narrow_gradients import getter, take_narrow_gradients
@@ -28,11 +24,10 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .events import listeners, tell
-from .iteration.block import Block, LossScaling
-from .iteration.gradients import torchs_clipping
+from .iteration.block import Block, LossScaling, calls_of_torch
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import calls_of_torch, retained_results
+from .iteration.reach import torchs_clipping
 from .iteration.running_statistics import RunningStatistics
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
@@ -46,7 +41,7 @@ from .models.torch_integration import around_stored_weights, exports, weights_by
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
-from .sharding import fsdp_modules, is_unreduced, unsharded_params
+from .sharding import fsdp_modules, unsharded_params
 
 
 @contextmanager
@@ -61,17 +56,17 @@ def _one_at_a_time() -> Iterator[None]:
 class Session:
     """The changes of one ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
-    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions
-    noted of the same models. The processes of ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
+    ``plan`` holds its settings, ``scalers`` one loss scaler per loss, ``incoming`` the dtypes that earlier sessions noted.
     """
 
     def __init__(self, plan: Plan, incoming: Incoming | None = None, process_group: Any = None) -> None:
         self.plan = plan
         self.process_group = process_group
-        self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self.scaling = LossScaling(plan)
+        self.scalers = self.scaling.scalers
         self.statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = Undo()
@@ -88,10 +83,6 @@ class Session:
     def __str__(self) -> str:
         """The table of `ampkit.explain`, asked of the package: no room of the core imports insight/."""
         return str(sys.modules["ampkit"].explain(self))
-
-    @property
-    def scalers(self) -> list[LossScaler]:
-        return self.scaling.scalers
 
     @property
     def models(self) -> list[nn.Module]:
@@ -118,10 +109,6 @@ class Session:
         parts = _parts(models)
         return [model for model in self.models if model not in parts and not parts.isdisjoint(_parts([model]))]
 
-    @property
-    def owns_nothing(self) -> bool:
-        return not self.models and not self.optimizers
-
     # Preparing and closing
 
     @_one_at_a_time()
@@ -130,10 +117,9 @@ class Session:
         live_sessions.append(self)
         self._undo.callback(live_sessions.remove, self)
         try:
-            for owned, refs in ((models, self._models), (optimizers, self._optimizers)):
-                refs.extend(
-                    weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned
-                )
+            gone = functools.partial(_close_if_orphaned, weakref.ref(self))
+            self._models.extend(weakref.ref(model, gone) for model in models)
+            self._optimizers.extend(weakref.ref(optimizer, gone) for optimizer in optimizers)
             if self.plan.enabled:
                 self._prepare(models, optimizers)
         except BaseException:
@@ -146,7 +132,7 @@ class Session:
         if plan.verbosity >= 1:
             stdout_lines.acquire(undo)
             self._log_banner()
-        self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
+        self.sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if plan.lower_precision_weights == "float32":
             self.incoming.widen(models, optimizers, plan)
@@ -154,13 +140,14 @@ class Session:
         for model in models:
             self._records[model] = parameters_now(model)
             watchers[model] = self
+            self.statistics.add(model)
         self._patch_torch()
         self._prepare_optimizers(optimizers)
         if plan.casts_calls:
             self._start_casting()
         forget_traces()
         weights_by_address.clear()
-        casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
+        casts = [pair for wrapper in self.wrappers for pair in wrapper.state_cast()]
         for state, cast in casts:  # all memory is allocated by now
             state.update(cast)
         originals.clear()  # last of all: what failed before could still be undone exactly
@@ -176,18 +163,13 @@ class Session:
             (calls_of_torch, True),
             (around_stored_weights, plan.stores_weights),
             (one_pass_steps, plan.stores_weights or plan.steps_in_one_pass),
-            (retained_results, not all(scaler.is_one for scaler in self.scalers)),
         ):
             if wanted:
                 patches.acquire(self._undo)
 
     @_one_at_a_time()
     def close(self) -> None:
-        """Undo every change to torch, the models and the optimizers.
-
-        Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
-        the second time.
-        """
+        """Undo every change to torch, the models and the optimizers. Parameters keep what they have learned."""
         self._undo.callback(self.statistics.keep_finite)
         self._undo.callback(self.scaling.synchronize)  # first of all
         try:
@@ -221,11 +203,12 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self)
-        wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
-        for wrapper in wrappers:
+        for wrapper in self.wrappers:
             if not (wrapper.traits.takes_inputs or self.plan.master_weights):  # ampkit's: float32 moments
                 self.scaling.advice.before_training(wrapper.optimizer(), self.plan.opt_level)
-        unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
+        unchecked = [
+            wrapper.optimizer() for wrapper in self.wrappers if not (wrapper.checks_step() or wrapper.has_scale)
+        ]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(
                 "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "
@@ -268,7 +251,6 @@ class Session:
 
     @staticmethod
     def _restart_device_types() -> None:
-        """Set the engine's device types to those of its sessions' models, and whether any of these have narrow results."""
         casting = active_casting()
         sessions = _sessions_of(casting)
         model_types = device_types([model for session in sessions for model in session.models])
@@ -290,18 +272,15 @@ class Session:
         for wrapper in wrappers:
             wrapper.follow_groups()
         if not self._knows_sharding:
-            validation.changed_since(self.models, self._sharded_at_first, self.plan)
+            validation.changed_since(self.models, self.sharded_at_first, self.plan)
             self._knows_sharding = True
         if loss.dtype in LOWER_PRECISION and self.casting is not None:
             if self.casting.leaves_out_this_thread:
                 self.scaling.advice.tell("thread", self.plan.opt_level)
             elif self.plan.has_narrow_results and not self.plan.casts_weights:
                 self.scaling.advice.tell("lower loss", loss.dtype)
-        return Block(self.scaling, loss, wrappers, scaler, delay_unscale, delay_overflow_check)
-
-    def is_unreduced(self) -> bool:
-        """Whether FSDP2 has not reduced the gradients of the last backward pass."""
-        return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
+        named = list(dict.fromkeys(wrappers))
+        return Block(self.scaling, loss, named, scaler, delay_unscale, delay_overflow_check)
 
     def gathered_params(self) -> set[int]:
         """The ids of the whole parameters that FSDP2 puts in place of sharded ones: it reduces their gradients itself."""
@@ -329,11 +308,12 @@ class Session:
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
-        self.statistics.before_forward(model)
-        self.scaling.note_forward()
+        if self.statistics.are_there or self.statistics.additions != registry.additions:
+            self.statistics.before_forward(model)
+        if DistributedDataParallel._active_ddp_module is not None:
+            self.scaling.note_forward(DistributedDataParallel._active_ddp_module)
 
     def before_compiled_forward(self, model: nn.Module) -> None:
-        """Prepare a compiled forward: dynamo does not trace a model where a weight's gradient has another dtype than the weight."""
         self.before_forward(model)
         for wrapper in self.wrappers:
             wrapper.gradients.set_aside()
@@ -423,7 +403,7 @@ def _close_if_orphaned(session: weakref.ref[Session], _: Any = None) -> None:
     compiled_models.not_before_calls(session)
     orphan = session()
     # When the process ends, parts of torch are gone already, and nothing has to be undone.
-    if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
+    if orphan is not None and not (orphan.models or orphan.optimizers) and not sys.is_finalizing():
         if is_compiling_here():  # which allocates much, so that the collector runs: torch may not change under a trace
             compiled_models.before_each_call(functools.partial(_close_if_orphaned, session), session)
         else:

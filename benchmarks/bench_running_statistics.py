@@ -54,6 +54,7 @@ def main():
         optimizer.step()
 
     running = RunningStatistics()
+    running.add(model)
 
     def before():
         running.before_forward(model)

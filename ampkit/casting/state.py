@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import profiler
 
 from .. import patching
 from ..dtypes import LOWER_PRECISION
-from ..labels import labelled
 
 #: The float32 value (models/float32_values.py) of every weight that a live session stores in lower precision; None for parameters
 #: beside these that no optimizer trains, which keep their dtype.
@@ -352,7 +352,8 @@ class CastCaches:
         if _dynamo_compiling() or _compiler._is_compiling_flag:
             return convert(weight)
         if (store := self.of(dtype)) is None:
-            return _not_kept(weight, convert)
+            with profiler.record_function("ampkit: cast weights") if profiler._is_profiler_enabled else nullcontext():
+                return convert(weight)
         if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
             return convert(weight)
         cast: Tensor = store.cast(weight, convert)
@@ -431,7 +432,6 @@ class CastCaches:
 
 
 _numbers = itertools.count(1)  # of calls
-_not_kept = labelled("cast weights")(lambda weight, convert: convert(weight))
 
 
 class Call:

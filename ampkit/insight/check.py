@@ -19,7 +19,7 @@ from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..events import forwards, steps
-from ..iteration.reach import calls_of_torch
+from ..iteration.block import calls_of_torch
 from ..logs import is_rank_zero, logger
 from ..patching import PatchSet
 from ..plan import OPT_LEVELS

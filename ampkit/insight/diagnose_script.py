@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
-from ..iteration.reach import calls_of_torch
+from ..iteration.block import calls_of_torch
 from ..scripts import running
 from .diagnose import Cure, Diagnosis, in_bfloat16
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest

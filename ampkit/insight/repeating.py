@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from ..casting.tensors import params_of
 from ..events import Listener, listening, steps
+from ..iteration.block import calls_of_torch
 from ..iteration.optimizer_wrapper import drop_casts
-from ..iteration.reach import calls_of_torch
 from ..patching import PatchSet
 from ..registry import live_sessions, wrapper_of
 from .watching import Call, Watch, address, place, tensors_in

@@ -33,7 +33,7 @@ def _of_rule(name: str) -> Any:
             raise ConfigurationError(
                 "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
             )
-        scaler._scaler.change_rule(replace(scaler._scaler.rule, **{name: value}))
+        scaler._scaler.change_rule(rule=replace(scaler._scaler.rule, **{name: value}))
 
     return property(lambda scaler: _state_of(scaler._scaler)[name], change)
 
@@ -219,7 +219,7 @@ def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
             growth_interval=int(state["growth_interval"]),
         )
         # A GradScaler has no minimum: its scale is taken over exactly, and lowers the minimum if it is below it.
-        scaler.change_rule(rule, min_loss_scale=min(scaler.min_loss_scale, float(state["scale"])))
+        scaler.change_rule(rule=rule, min_loss_scale=min(scaler.min_loss_scale, float(state["scale"])))
     scaler.load_state_dict(scaler_state)
 
 

@@ -1,8 +1,4 @@
-"""Warnings that a session logs once: mistakes that ruin a run, each with its remedy.
-
-`Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
-session's first blocks only. What scripts do outside of blocks shows in reach.py.
-"""
+"""Warnings that a session logs once: mistakes that ruin a run, each with its remedy."""
 
 from __future__ import annotations
 
@@ -90,17 +86,14 @@ class Advice:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        #: Whether a backward pass has gone through a scaled loss. Until then every block checks its own pass.
-        self.scaled_loss_was_used = False
-        #: How many backward passes have gone through scaled losses, counted by the hook of `before_backward`.
-        self.passes = self._passes_before = 0
+        self.scaled_loss_was_used = False  # by a backward pass; until then every block checks its own
+        self.passes = self._passes_before = 0  # backward passes through scaled losses, counted by a hook
 
     def is_first(self, row: str) -> bool:
         """Whether this is the first call for ``row``."""
-        if row in self._told:
-            return False
+        is_first = row not in self._told
         self._told.add(row)
-        return True
+        return is_first
 
     def tell(self, row: str, *values: object) -> None:
         if self.is_first(row):

@@ -1,11 +1,12 @@
 """The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` the state that they share.
 
-`collect` ends a block: it unscales, checks and adds up gradients, moves the scale, and hands the flag to the optimizers. Nothing
-waits for a device.
+While a session lives, `calls_of_torch` notifies blocks of each backward pass, by a patch of torch's.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -13,30 +14,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
-from ..labels import labelled
+from ..events import listeners, tell
 from ..optimizers.scales import Scale, moved_to
-from ..registry import live_sessions, wrappers
+from ..patching import PatchSet, SharedPatches
+from ..registry import live_sessions, wrapper_refs, wrappers
+from ..sharding import is_unreduced
+from . import reach
 from .advice import Advice
-from .found_inf import BackwardPass, FoundInf
-from .gradients import Gradients, Slot, State
+from .found_inf import FoundInf, Slot, inverse
+from .gradients import Gradients, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retaining
 
 _NO_DDP = weakref.ref(set())  # a dead reference
+_compiling = torch.compiler.is_dynamo_compiling
+_running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
+
+#: The open blocks, in all threads, innermost last.
+open_blocks: list[Block] = []
 
 
 @dataclass(eq=False)
 class Block:
-    """A ``with scale_loss(...)`` block; see `ampkit.scale_loss`.
-
-    ``named`` has the wrappers of the optimizers that `scale_loss` was given. The block holds their gradients, those of the other
-    optimizers of their sessions, and all others that its backward passes reach (`before_backward`).
-    """
+    """A ``with scale_loss(...)`` block: it holds the gradients of the sessions of ``named``, and all that its passes reach."""
 
     scaling: LossScaling
     loss: torch.Tensor
@@ -71,7 +76,8 @@ class Block:
         try:
             open_blocks.append(self)
             for scaler in self.scaling.scalers:
-                scaler.report()
+                if scaler.has_news:
+                    scaler.report()
             return self._begin()
         except BaseException as error:
             self._leave(error)
@@ -116,18 +122,18 @@ class Block:
 
     # The gradients that a block holds
 
-    def _hold(self, reached: Iterable[OptimizerWrapper], is_guess: bool = False) -> None:
-        """Stash the gradients of all optimizers in the sessions of ``reached``. Where one is refused, none is touched.
+    def _hold(self, reached: Sequence[OptimizerWrapper], is_guess: bool = False) -> None:
+        """Stash the gradients of all optimizers in the sessions of ``reached``, or refuse before one is touched.
 
-        ``is_guess`` marks optimizers that a function in Python may reach. A use before they get a gradient releases them.
+        A use of a guess, which a function in Python may reach, releases it while it has no gradient.
         """
-        sessions = [wrapper.owner for wrapper in reached]
-        fresh: list[OptimizerWrapper] = []
-        for wrapper in wrappers():
-            if wrapper.owner in sessions and wrapper not in self._held:
-                if wrapper.gradients.state is State.IN_BLOCK:
-                    wrapper.gradients.refuse("open")
-                fresh.append(wrapper)
+        fresh = reached
+        if len(wrapper_refs) > len(reached):
+            sessions = [wrapper.owner for wrapper in reached]
+            fresh = [each for each in wrappers() if each.owner in sessions and each not in self._held]
+        for wrapper in fresh:
+            if wrapper.gradients.state is State.IN_BLOCK:
+                wrapper.gradients.refuse("open")
         for wrapper in fresh:
             if wrapper.settle(finishes=False):
                 wrapper.findings.zero_skipped()
@@ -143,10 +149,8 @@ class Block:
         kept = [slot for slot in outside.slots if id(slot.param) not in held]
         ids = {id(slot.param) for slot in kept}
         fresh = [Slot(tensor) for key, tensor in {id(x): x for x in tensors}.items() if key not in ids]
-        for session in live_sessions:
-            if session.scaling is not self.scaling and any(
-                id(slot.param) in session.scaling.outside.ids for slot in fresh
-            ):
+        for other in [session.scaling for session in live_sessions if session.scaling is not self.scaling]:
+            if not other.outside.ids.isdisjoint(id(slot.param) for slot in fresh):
                 raise ConfigurationError(
                     "A scale_loss block came to a tensor whose gradient waits at the loss scale of another initialize() call "
                     "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
@@ -164,14 +168,14 @@ class Block:
         Raises `ConfigurationError` for a pass that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
-        reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
+        reached = reach.Reached(*reach.leaves_behind([self.scaled] if self in scaled else []))
         if inputs is not None:
-            reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
-        every = wrappers()
-        if len(every) > len(self._held):
+            reached = reach.Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
+        every = wrappers() if len(wrapper_refs) > len(self._held) else self._held
+        if every is not self._held:
             self._hold_other_sessions(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
-        results = retained(self.scaled) if retaining and inputs is None else []
+        results = reach.retained(self.scaled) if reach.retaining and inputs is None else []
         self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
@@ -197,13 +201,13 @@ class Block:
         elif outside:
             self._hold_outside(outside)
 
-    def _hold_other_sessions(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
+    def _hold_other_sessions(self, reached: reach.Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where other roots reach further ones."""
         candidates = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
         to_hold = [wrapper for wrapper in candidates if reached.has(wrapper.gradients.ids)]
         losses = {block.scaled.grad_fn for block in scaled}
-        if any(node_of(root) not in losses for root in roots):
-            beside = leaves_of(map(node_of, roots), past=losses)
+        if any(reach.node_of(root) not in losses for root in roots):
+            beside = reach.leaves_of(roots, past=losses)
             further = [wrapper for wrapper in candidates if wrapper not in to_hold]
             if any(beside.has_python or beside.has(wrapper.gradients.ids) for wrapper in further):
                 raise ConfigurationError(
@@ -218,34 +222,33 @@ class Block:
     # The end of a block
 
     def _put_back(self) -> None:
-        backward = BackwardPass(self.scale, done=set())
+        done: set[Slot] = set()
         for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
             if gradients.holder is self:
-                gradients.put_back(backward)
+                gradients.put_back(done)
         if self.scaling.outside.state is not State.WAITING:
             self.scaling.outside.hold(())
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
-        if not (self._is_one or session.is_live):
+        if not (self._is_one or self.named[0].active):
             raise ConfigurationError(
                 "The session was closed inside of this scale_loss block, so nothing unscales its gradients: they are multiplied "
                 "by the loss scale. Leave the block before close() or another initialize(), and clear the gradients now."
             )
-        if self.has_python:  # guesses may have been released
-            self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]
+        self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]  # no released guesses
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
         if is_to_look and self.scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
-        scaling.held_scale = scale if session.is_unreduced() else None
+        scaling.held_scale = scale if session.sharded_at_first and any(map(is_unreduced, session.models)) else None
         if self.delay_unscale:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
                     wrapper.gradients.keep_scaled(scale)
                     wrapper.delayed_with = self.scaler
                 else:
-                    wrapper.gradients.put_back(BackwardPass(scale))
+                    wrapper.gradients.put_back()
             if scaling.outside.holder is self:
                 scaling.outside.keep_scaled(scale)
         elif scaling.held_scale is not None or not (
@@ -254,64 +257,18 @@ class Block:
         ):
             self._put_back()
         else:
-            done = set() if len(self._held) > 1 else None
-            backward = BackwardPass(scale, is_local, done)
-            unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
-            collect(backward, self.named, unnamed, scaling.outside, self.scaler, self.delay_overflow_check, self.loss)
+            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
+            finding = scaling.collect(scale, self.named, self.scaler, unnamed, is_local)
+            if finding is not None:
+                if not finding.is_clean:
+                    finding.loss = self.loss.detach()
+                if self.delay_overflow_check:
+                    self.scaler.delayed_check, finding.scaler = finding, self.scaler
+                else:
+                    self.scaler.update(finding, moves_scale=not is_local)
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
-
-
-@labelled("unscale")
-def collect(
-    backward: BackwardPass,
-    named: Sequence[OptimizerWrapper],
-    unnamed: Sequence[OptimizerWrapper],
-    outside: Gradients,
-    scaler: LossScaler,
-    delay_overflow_check: bool = False,
-    loss: torch.Tensor | None = None,
-) -> None:
-    """Unscale, check and add up the gradients that a backward pass has made, and end the iteration.
-
-    An overflow in gradients of an unnamed optimizer skips that optimizer's step and moves no scale.
-    """
-    # The flag of blocks with delay_overflow_check=True belongs to this iteration.
-    finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
-    if outside.state is not State.READY:
-        outside.collect(backward, finding)
-    for wrapper in named:
-        wrapper.gradients.collect(backward, finding)
-    for wrapper in unnamed:
-        gradients = wrapper.gradients
-        # Processes that step together must all ask.
-        if not (gradients.has_fresh or gradients.process_groups):
-            gradients.put_back(backward)
-            continue
-        unnamed_finding = None if finding is None else named[0].findings.clear_flag()
-        gradients.collect(backward, unnamed_finding)
-        if unnamed_finding is not None:
-            unnamed_finding.agree(gradients.process_groups)
-        wrapper.findings.add(unnamed_finding)
-        if any([slot.owners > 1 for slot in gradients.slots]):
-            wrapper.findings.shared = finding
-    if finding is not None:
-        finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
-    for wrapper in named:  # not before: the flag covers all of them
-        wrapper.findings.add(finding)
-    if finding is not None and not finding.is_clean:
-        if loss is not None:
-            finding.loss = loss.detach()
-        outside.zero_where(finding.flag)  # no optimizer clears these
-        for wrapper in named:  # nor gradients that another optimizer's block would add to
-            wrapper.gradients.zero_where(finding.flag, all_of_them=False)
-    if outside.slots:
-        outside.hold(())
-    if finding is not None and delay_overflow_check:
-        scaler.delayed_check, finding.scaler = finding, scaler
-    elif finding is not None:
-        scaler.update(finding, moves_scale=not backward.local)
 
 
 class LossScaling:
@@ -342,33 +299,68 @@ class LossScaling:
         return self.scalers[loss_id]
 
     def find_unowned(self, session: Any) -> list[torch.Tensor]:
-        """The parameters of the session's models that no initialized optimizer updates.
-
-        Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
-        """
+        """The parameters of the session's models that no initialized optimizer updates: scripts clip them with the others."""
         ids = {key for wrapper in wrappers() for key in wrapper.gradients.ids}.union(session.gathered_params())
         return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
-    def note_forward(self) -> None:
-        """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
-        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is not None and torch.is_grad_enabled():
+    def note_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note the DDP whose forward pass runs, and whether it will reduce gradients."""
+        if torch.is_grad_enabled():
             self.ddp = weakref.ref(ddp)
             self._runs_without_sync = not ddp.require_backward_grad_sync
 
     def backward_was_local(self) -> bool:
-        """Whether the gradients of the backward pass that just ran were left unreduced.
-
-        torch's DDP decides that in its forward pass; a DDP that decides in each backward pass has `last_backward_was_local`.
-        """
+        """Whether the backward pass left gradients unreduced: torch's DDP decides in its forward, the drop-in's in each pass."""
         was_local, self._runs_without_sync = self._runs_without_sync, False
         said = getattr(self.ddp(), "last_backward_was_local", None)
         return was_local if said is None else said
 
+    def collect(
+        self,
+        scale: Scale,
+        named: Sequence[OptimizerWrapper],
+        scaler: LossScaler,
+        unnamed: Sequence[OptimizerWrapper] = (),
+        is_local: bool = False,
+    ) -> FoundInf | None:
+        """Unscale, check and add up the gradients that a backward pass has made; None where nothing is checked."""
+        # The flag of blocks with delay_overflow_check=True belongs to this iteration.
+        finding = None if scaler.is_one else scaler.delayed_check or named[0].findings.clear_flag()
+        inv, done = inverse(scale), set() if unnamed or len(named) > 1 else None
+        if self.outside.state is not State.READY:
+            self.outside.collect(inv, finding, is_local, done)
+        for wrapper in named:
+            wrapper.gradients.collect(inv, finding, is_local, done)
+        for wrapper in unnamed:
+            gradients = wrapper.gradients
+            # Processes that step together must all ask.
+            if not (gradients.has_fresh or gradients.process_groups):
+                gradients.put_back(done)
+                continue
+            its_own = None if finding is None else named[0].findings.clear_flag()
+            gradients.collect(inv, its_own, is_local, done)
+            if its_own is not None:
+                its_own.agree(gradients.process_groups)
+            wrapper.findings.add(its_own)
+            if any([slot.owners > 1 for slot in gradients.slots]):
+                wrapper.findings.shared = finding
+        if finding is not None:
+            finding.agree(dict.fromkeys([group for wrapper in named for group in wrapper.gradients.process_groups]))
+        for wrapper in named:  # not before: the flag covers all of them
+            wrapper.findings.add(finding)
+        if finding is not None and not finding.is_clean:
+            self.outside.zero_where(finding.flag)  # no optimizer clears these
+            for wrapper in named:  # nor gradients that another optimizer's block would add to
+                wrapper.gradients.zero_where(finding.flag, all_of_them=False)
+        if self.outside.slots:
+            self.outside.hold(())
+        return finding
+
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """End the iteration at a step, as a block would, while gradients wait after ``delay_unscale=True``."""
         scaler = wrapper.delayed_with or self.scalers[0]
-        collect(BackwardPass(wrapper.gradients.scale), [wrapper], [], self.outside, scaler)
+        if (finding := self.collect(wrapper.gradients.scale, [wrapper], scaler)) is not None:
+            scaler.update(finding)
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
@@ -379,7 +371,7 @@ class LossScaling:
                 return None
         finding = None if scaler.is_one else wrapper.findings.clear_flag()
         for waiting in (gradients, self.outside):
-            waiting.collect(BackwardPass(waiting.scale), finding)
+            waiting.collect(inverse(waiting.scale), finding)
         if finding is not None:
             finding.agree(gradients.process_groups)
             if not finding.is_clean:
@@ -391,3 +383,81 @@ class LossScaling:
         """Wait for every iteration, and log the skipped ones. An error is left for the next block to raise."""
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
+
+
+# Backward passes
+
+
+def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``torch.autograd.backward``: blocks first hold what a pass will write to, wrappers note passes outside of blocks."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _compiling():  # dynamo would guard every gradient
+            return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
+        roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
+        if _running_backward() != -1:  # a part of the pass around it, as in torch.utils.checkpoint
+            around = [block for block in open_blocks if block.has_python]
+            if len(around) == 1:
+                around[0].hold_leaves(reach.leaves_of(roots).leaves, wrappers())
+            return original(roots, *args, **kwargs)
+        if listeners:
+            tell("backward_begins", roots)
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        reached = [] if open_blocks and _notify_blocks(roots, inputs) else _reached_outside(roots, inputs)
+        original(roots, *args, **kwargs)
+        if listeners:
+            tell("backward_ends")
+        for wrapper, passes in reached:
+            wrapper.note_outside(passes)
+
+    return backward
+
+
+def _notify_blocks(roots: list[Any], inputs: Any) -> bool:
+    """Let the blocks whose scaled losses a backward pass comes from hold what it will write to, whatever the thread.
+
+    Returns whether there are such blocks, or the pass runs inside of a block of this thread all the same.
+    """
+    ids = set(map(id, roots))
+    reached = [block for block in open_blocks if id(block.scaled) in ids]
+    if len(reached) < len(roots):
+        nodes = reach.leaves_of(roots).nodes
+        reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
+    for block in reached:
+        if not block.is_plain:
+            block.before_backward(roots, inputs, reached)
+    if reached:
+        return True
+    around = [block for block in open_blocks if block.thread == threading.get_ident()]
+    for block in [block for block in around if not block.is_plain][-1:]:
+        block.before_backward(roots, inputs, ())
+    return bool(around)
+
+
+def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
+    """The optimizers with a loss scale that a backward pass outside of all blocks reaches, and their counts of scaled passes."""
+    loose = [wrapper for wrapper in wrappers() if wrapper.gradients.state is not State.IN_BLOCK]
+    scaled = [wrapper for wrapper in loose if wrapper.has_scale and not wrapper.findings.came_through_no_block]
+    if not scaled:
+        return []
+    if inputs is not None:
+        leaves = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    elif all([isinstance(root, torch.Tensor) for root in roots]):
+        leaves, _ = reach.leaves_behind(roots)
+    else:
+        leaves = reach.leaves_of(roots).leaves
+    ids = {id(leaf) for leaf in leaves}
+    return [(wrapper, wrapper.advice.passes) for wrapper in scaled if not ids.isdisjoint(wrapper.gradients.ids)]
+
+
+def _patch(patches: PatchSet) -> None:
+    patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
+    patches.put_around(torch.Tensor, "retain_grad", reach.note_retain_grad)
+    patches.put_around(
+        sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", reach.refuse_scaled
+    )
+    patches.put_around(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", reach.warn_of_grad_scaler)
+
+
+calls_of_torch = SharedPatches(_patch)

@@ -1,8 +1,4 @@
-"""Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must.
-
-`unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
-are handled one by one. A `FoundInf` is the flag of one block; `Findings` make the flag of a step of those of its blocks.
-"""
+"""Unscaling and checking of gradients: kernels write flags on their device, and the host reads one only where it must."""
 
 from __future__ import annotations
 
@@ -15,29 +11,38 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import is_set_aside
-from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
-from ..models.float32_values import clear_gradient, put_gradient
+from ..models.float32_values import Float32Value, clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to
 from ..sharding import highest, local
-from .reach import are_still, seen
 
-Slot = Any  # of gradients.py, which imports this module
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Slot:
+    """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
+
+    ``master`` is the float32 value of a weight with a rest, whose gradient may be float32 too. ``owners`` counts the optimizers.
+    """
+
+    param: torch.Tensor
+    master: Float32Value | None = None
+    owners: int = 0
+    stash: torch.Tensor | None = None
+
+
 SlotGradient = tuple[Slot, torch.Tensor]
 
 
 class FoundInf:
-    """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
+    """The flag (float32, shape []) of a ``scale_loss`` block, or of several: not 0 where a gradient is not finite.
 
-    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
-    first such tensor of a list, which ``name_of`` turns into a name. ``moves_scale`` tells whether a scale has moved by the flag.
+    `places_for` gives kernels a place for the index of the first such tensor of a list.
     """
 
     is_clean = False  # whether the host knows that all were finite: on the CPU, where `agree` need not wait
     loss: torch.Tensor | None = None  # of the last block
     iteration: int | None = None  # its number, from 1, among the scaler's iterations; None in a CUDA graph
-    moves_scale = False
+    moves_scale = False  # whether a scale has moved by it
     scaler: Any = None  # the loss scaler whose delayed check it is
 
     def __init__(self, flag: torch.Tensor, name_of: Callable[[Any], str] = repr) -> None:
@@ -143,33 +148,8 @@ def places_for(
     return finding.flag, index
 
 
-@dataclass(eq=False)
-class BackwardPass:
-    """The facts about a backward pass that are needed to unscale its gradients.
-
-    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``done`` has the slots that several
-    optimizers share and one of them has handled; None where there is only one optimizer.
-    """
-
-    scale: Scale
-    local: bool = False
-    done: set[Slot] | None = None
-
-    def __post_init__(self) -> None:
-        self.inv = self.scale.reciprocal() if isinstance(self.scale, torch.Tensor) else 1.0 / self.scale
-
-    def take(self, slots: list[Slot]) -> list[Slot]:
-        """Return the slots that no other optimizer has handled, and count them as handled.
-
-        Drops the stash of a parameter whose gradient a script has cleared since, ``p.grad = None``.
-        """
-        if self.done is not None:
-            slots = [slot for slot in slots if slot not in self.done]
-            self.done.update(slot for slot in slots if slot.owners > 1)
-        for slot in slots:
-            if slot.stash is not None and not is_set_aside(slot.param):
-                slot.stash = None
-        return slots
+def inverse(scale: Scale) -> Scale:
+    return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
 
 
 def is_sparse(gradient: torch.Tensor) -> bool:
@@ -200,9 +180,8 @@ def bring_to(slots: list[Slot], old: Scale, new: Scale) -> None:
     kernels.multi_tensor_scale(inputs, outputs, factor)
 
 
-def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
-    """Unscale gradients in place, or into float32 where the weight's precision cannot hold the result."""
-    inv = backward.inv
+def unscale(fresh: list[SlotGradient], inv: Scale, finding: FoundInf | None) -> None:
+    """Multiply gradients by ``inv`` in place, or into float32 where the weight's precision cannot hold the result."""
     if finding is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
         return
     params, inputs, outputs, is_in_place = [], [], [], True
@@ -228,11 +207,11 @@ def unscale(fresh: list[SlotGradient], backward: BackwardPass, finding: FoundInf
     kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(finding, params))
 
 
-def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: FoundInf | None) -> None:
+def add_to_stashes(sums: list[SlotGradient], inv: Scale, finding: FoundInf | None) -> None:
     """Unscale fresh gradients and add them to stashed ones: in float32, where the weight's value is float32."""
     apart = [(slot, gradient) for slot, gradient in sums if _is_for_torch(gradient) or _is_for_torch(slot.stash)]
     if apart:
-        unscale(apart, backward, finding)
+        unscale(apart, inv, finding)
     params, fresh, stashes, totals = [], [], [], []
     for slot, gradient in sums:
         total = stash = slot.stash
@@ -250,7 +229,7 @@ def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, finding: Fo
         stashes.append(stash)
         totals.append(total)
     flag, first_bad = places_for(finding, params)
-    kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
+    kernels.multi_tensor_axpby(fresh, stashes, totals, inv, 1.0, flag, 0, first_bad)
 
 
 def _is_for_torch(gradient: torch.Tensor) -> bool:
@@ -264,160 +243,3 @@ def _sum(gradient: torch.Tensor, stash: torch.Tensor, dtype: torch.dtype) -> tor
     if is_sparse(gradient) is not is_sparse(stash):
         gradient, stash = (x.to_dense() if is_sparse(x) else x for x in (gradient, stash))
     return gradient.to(dtype) + stash.to(dtype)
-
-
-# From the blocks to the step
-
-
-class Findings:
-    """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
-
-    See "A flag goes with its gradients" in NOTES.md.
-    """
-
-    def __init__(self, gradients: Any, owner: Any) -> None:
-        self._gradients, self._owner = gradients, owner
-        self.forget()
-        #: The other optimizers that a block at loss scale 1 has named, with their flags if they have stepped since.
-        self._beside: dict[Findings, FoundInf | None] = {}
-        self.of_step: FoundInf | None = None  # the flag that decided the last step
-        self.scaler: Any = None  # of the last block
-
-    def clear_flag(self) -> FoundInf:
-        return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
-
-    def add(self, finding: FoundInf | None) -> None:
-        """Note the flag of a block that has made gradients; None where it does not check them."""
-        self._checked = self.shared = None
-        if finding is not None:
-            before = self._found if self.new else None  # no step has used the flags of new blocks
-            if finding not in self.new:  # else the flag of a delayed check, which this block ends
-                self.new.append(finding)
-            self._found = finding if before in (None, finding) else FoundInf.any_of([before, finding])
-            self._gradients.note_judged()
-            self._judged = seen(self._gradients.params), aliases_taken()
-
-    def begin(self, scaler: Any, named: Sequence[Any]) -> None:
-        """Note a block that names the optimizer. Where only steps check gradients, all ``named`` optimizers skip together."""
-        self.scaler = scaler
-        self._beside = {} if len(named) < 2 else {x.findings: None for x in named if x.findings is not self}
-
-    def mark_checked(self, number: torch.Tensor) -> None:
-        """Let the next step judge the present gradients by a number that is finite if they are."""
-        self._checked = number, seen(self._gradients.params)
-
-    def judge(self, checks: bool = False) -> FoundInf | None:
-        """Return the flag that decides whether this step is skipped, or None where nothing was checked. Does not wait for the flag.
-
-        At loss scale 1 gradients are checked only with ``checks``.
-        """
-        self._drop_of_others()
-        new, self.new = self.new, []
-        apart = []
-        for finding in new:
-            if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
-                finding.scaler.update(finding)
-            if not finding.moves_scale:
-                apart.append(finding)
-        scaler, before = self.scaler or self._owner.scaling.scalers[0], self._found
-        is_one = scaler.is_one
-        if (checks or not is_one) and not (before is not None and self._is_settled()):
-            again = self._look()
-            if is_one:
-                self._found = scaler.update(self._combine_flags(again) if self._beside else again)
-                scaler.report()
-            elif before is None:
-                apart.append(again)
-                self._found = again
-            elif not again.is_clean:
-                apart += [FoundInf(again.flag - before.flag)] if new else []
-                self._found = FoundInf.any_of([before, again])
-        if self.shared is not None:
-            self._found = self.shared if self._found is None else FoundInf.any_of([self._found, self.shared])
-        if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
-            self._owner.scaling.scalers[0].count_apart(all_apart.flag)
-        self._checked = None
-        self.of_step = self._found
-        return self._found
-
-    def report(self) -> None:
-        for scaler in dict.fromkeys(filter(None, [self.scaler, *self._owner.scaling.scalers])):
-            scaler.report(wait=True)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device where that was decided there."""
-        return self.of_step is not None and self.of_step.overflowed
-
-    def look_again(self) -> None:
-        """Forget that gradients were checked: the next step checks all of them."""
-        self._judged = self._checked = None
-
-    def forget(self) -> None:
-        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
-        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
-        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
-        self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
-        self._gradients.judged = None
-        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
-
-    def drop_cleared(self) -> None:
-        """Forget the flags of gradients that were cleared. The flag of a block that has made no gradients stays."""
-        if self._gradients.judged is not None or self._found is None:
-            self.forget()
-
-    def zero_skipped(self, closes: bool = False) -> None:
-        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes."""
-        if closes or not self.new:
-            self._drop_of_others()
-            if self._found is not None and not self._found.is_clean:
-                self._gradients.zero_where(self._found.flag)
-
-    def _drop_of_others(self) -> None:
-        """Forget the flags of gradients that a script has replaced."""
-        if self._gradients.judged is not None and not self._gradients.are_judged:
-            self.forget()
-
-    def _combine_flags(self, finding: FoundInf) -> FoundInf:
-        """Combine this optimizer's flag with those of the block's other optimizers."""
-        findings, beside, self._beside = [finding], self._beside, {}
-        for other, known in beside.items():
-            findings.append(other._look() if known is None else known)
-            if self in other._beside:
-                other._beside[self] = finding
-        return FoundInf.any_of(findings)
-
-    def _is_settled(self) -> bool:
-        """Whether the flag of the blocks still holds: no gradient was written to since they were judged.
-
-        Processes that step together have agreed in the block. Other collectives of a script are writes that torch does not count.
-        """
-        gradients, owner = self._gradients, self._owner
-        if owner.process_group is not None:
-            return False
-        if gradients.process_groups:
-            return True
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
-            return False
-        if self._judged is None:
-            return False
-        judged, aliases = self._judged
-        return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
-
-    def _look(self) -> FoundInf:
-        """Check the present gradients, on all processes that step together, and return the flag."""
-        gradients = self._gradients
-        if self._checked is not None and are_still(self._checked[1], gradients.params):
-            flag = self._checked[0].isfinite().logical_not().float().reshape(())
-            finding = FoundInf(flag, self._owner.name_of)
-            finding.agree()
-            if finding.is_clean or not finding.flag.is_cpu:
-                return finding
-            # Else for the name: a number tells nothing about each gradient.
-        else:
-            finding = self.clear_flag()
-        gradients.check(finding)
-        finding.agree(gradients.process_groups)
-        return finding

@@ -1,41 +1,36 @@
-"""The gradients of one optimizer, from the backward pass to the step.
-
-After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: see NOTES.md.
-"""
+"""The gradients of one optimizer, from the backward pass to the step, and whether they are finite."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
-from ..dtypes import LOWER_PRECISION
+from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
-from ..models.float32_values import Float32Value, clear_gradient, put_gradient
+from ..models.float32_values import clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to, norm_of
-from ..patching import PatchSet, Reference, SharedPatches
+from ..patching import Reference
 from ..sharding import process_groups
-from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
+from .found_inf import (
+    FoundInf,
+    Slot,
+    add_to_stashes,
+    bring_to,
+    constant,
+    inverse,
+    is_sparse,
+    places_for,
+    unscale,
+    values_of,
+)
 from .reach import are_still, seen
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Slot:
-    """A parameter and its gradient: unscaled in ``param.grad`` after a block, in ``stash`` while another block is open.
-
-    ``master`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
-    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
-    """
-
-    param: torch.Tensor
-    master: Float32Value | None = None
-    owners: int = 0
-    stash: torch.Tensor | None = None
 
 
 class State(enum.Enum):
@@ -62,29 +57,6 @@ _REFUSED = {
         "optimizers."
     ),
 }
-
-
-def _clip_narrow_gradients(
-    original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
-) -> Any:
-    """Clip like torch's ``clip_grad_norm_``, but read narrow gradients as they are stored: their norm is float32."""
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
-    is_plain = all(type(x) is torch.Tensor and x.layout is torch.strided for x in gradients)
-    has_narrow = any(x.dtype in LOWER_PRECISION for x in gradients) and len({x.device for x in gradients}) == 1
-    if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
-        return original(params, max_norm, norm_type, *args, **kwargs)
-    norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
-    kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
-    return norm
-
-
-def _patch_clipping(patches: PatchSet) -> None:
-    for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-        patches.put_around(module, "clip_grad_norm_", _clip_narrow_gradients)
-
-
-torchs_clipping = SharedPatches(_patch_clipping)
 
 
 class Gradients:
@@ -117,13 +89,13 @@ class Gradients:
 
     @property
     def device(self) -> torch.device:
-        """The device of the gradients' flag: that of the first parameter, or the CPU without any."""
+        """The device of the gradients' flag."""
         return self.slots[0].param.device if self.slots else torch.device("cpu")
 
     def refuse(self, verb: str) -> None:
         """Raise `ConfigurationError` while a block holds the gradients. First release guesses of a block that got no gradient."""
         if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
-            self.put_back(BackwardPass(self.scale))
+            self.put_back()
         if self.state is State.IN_BLOCK:
             raise ConfigurationError(_REFUSED[verb])
 
@@ -138,10 +110,7 @@ class Gradients:
     # The backward pass
 
     def open(self, scale: Scale, copies: bool = False, holder: Any = None, is_guess: bool = False) -> None:
-        """Prepare for a backward pass at ``scale``: stash the present gradients, or bring those that stay to it.
-
-        ``copies`` clones stashes: gradients are views of DDP's buckets, which the next backward pass overwrites.
-        """
+        """Stash gradients (``copies``: of DDP's buckets) before a backward pass, or bring those that stay to its ``scale``."""
         if self.state is State.IN_BLOCK:
             self.refuse("open")
         if self.clip is not None:
@@ -158,23 +127,19 @@ class Gradients:
     def stash(slots: Iterable[Slot], copies: bool = False) -> None:
         """Set gradients aside, so that fresh ones arrive unmixed."""
         for slot in slots:
-            if stored_gradient(slot.param) is None:
-                continue
-            gradient = slot.stash = slot.param.grad
-            clear_gradient(slot.param)
-            note_set_aside(slot.param)
-            if copies and gradient.dtype is slot.param.dtype:
-                slot.stash = gradient.clone()
+            if stored_gradient(slot.param) is not None:
+                gradient = slot.stash = slot.param.grad
+                clear_gradient(slot.param)
+                note_set_aside(slot.param)
+                if copies and gradient.dtype is slot.param.dtype:
+                    slot.stash = gradient.clone()
 
-    def put_back(self, backward: BackwardPass) -> None:
-        """Restore the gradients from before a backward pass that failed, or did not come here.
-
-        Gradients that stayed in ``param.grad`` keep what the pass added: unscaled if LOCAL, at the scale if WAITING.
-        """
+    def put_back(self, done: set[Slot] | None = None) -> None:
+        """Restore the gradients from before a backward pass. Those that stayed in ``param.grad`` keep what the pass added."""
         if self.before is State.LOCAL:
-            self.collect(BackwardPass(backward.scale, local=True), None)
+            self.collect(inverse(self.scale), None, is_local=True)
         elif self.before is State.READY:
-            for slot in backward.take(self.slots):
+            for slot in self._take(done):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
         self.state, self.holder = self.before, None
@@ -196,32 +161,40 @@ class Gradients:
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
         self.state, self.scale, self.holder = State.WAITING if self.slots else State.READY, scale, None
 
-    def collect(self, backward: BackwardPass, finding: FoundInf | None) -> None:
-        """Unscale and check fresh gradients after a backward pass, and add them to earlier ones."""
+    def collect(
+        self, inv: Scale, finding: FoundInf | None, is_local: bool = False, done: set[Slot] | None = None
+    ) -> None:
+        """Unscale and check fresh gradients after a backward pass (``is_local``: under no_sync()), and add them to earlier ones."""
         fresh, sums = [], []
-        for slot in backward.take(self.slots):
+        for slot in self._take(done):
             gradient, stash = slot.param.grad, slot.stash
-            if stash is None:
-                if gradient is not None:
-                    fresh.append((slot, gradient))
-            elif gradient is not None:
-                sums.append((slot, gradient))
-            else:
+            if gradient is not None:
+                (fresh if stash is None else sums).append((slot, gradient))
+            elif stash is not None:
                 slot.stash = None
                 put_gradient(slot.param, stash)
-        if fresh:
-            unscale(fresh, backward, finding)
-        if sums:
-            add_to_stashes(sums, backward, finding)
-        self.state, self.holder = State.LOCAL if backward.local else State.READY, None
+        with profiler.record_function("ampkit: unscale") if profiler._is_profiler_enabled else nullcontext():
+            if fresh:
+                unscale(fresh, inv, finding)
+            if sums:
+                add_to_stashes(sums, inv, finding)
+        self.state, self.holder = State.LOCAL if is_local else State.READY, None
+
+    def _take(self, done: set[Slot] | None) -> list[Slot]:
+        """Return the slots but for shared ones in ``done``. Drops stashes of gradients that a script has cleared since."""
+        slots = self.slots
+        if done is not None:
+            slots = [slot for slot in slots if slot not in done]
+            done.update(slot for slot in slots if slot.owners > 1)
+        for slot in slots:
+            if slot.stash is not None and not is_set_aside(slot.param):
+                slot.stash = None
+        return slots
 
     # Between the block and the step
 
     def settle(self, refuses: bool = True) -> bool:
-        """Restore to ``param.grad`` what `set_aside` has stashed, and forget the clipping of gradients that are gone.
-
-        Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
-        """
+        """Restore to ``param.grad`` what `set_aside` has stashed, forget what is gone, and return whether there are gradients."""
         if self.clip is not None:
             self.check_clipped(refuses)
         if self.state is State.IN_BLOCK:
@@ -249,8 +222,7 @@ class Gradients:
         clip, result = self.clip, {}
         inputs, outputs = [], []
         for slot in self.stored:
-            gradient = slot.param.grad
-            if gradient is None:
+            if (gradient := slot.param.grad) is None:
                 continue
             if gradient.dtype is torch.float32 and clip is None:
                 result[slot] = gradient
@@ -288,8 +260,8 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
-        plain = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
-        plain = [values_of(gradient) for gradient in plain if gradient is not None]
+        present = [stored_gradient(slot.param) for slot in self.slots if slot.master is None]
+        plain = [values_of(gradient) for gradient in present if gradient is not None]
         kernels.multi_tensor_scale(plain, plain, coefficient)
         if self.stored:
             self.clip = coefficient if self.clip is None else self.clip * coefficient
@@ -322,8 +294,7 @@ class Gradients:
         """Set the flag of ``finding`` where a present gradient is not finite, on this process."""
         params, gradients = [], []
         for slot in self.slots:
-            gradient = stored_gradient(slot.param)
-            if gradient is not None:
+            if (gradient := stored_gradient(slot.param)) is not None:
                 params.append(slot.param)
                 gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
         flag, first_bad = places_for(finding, params)
@@ -346,10 +317,7 @@ class Gradients:
     # Clearing
 
     def clear(self, set_to_none: bool, clears_all: bool) -> None:
-        """Clear gradients that torch's ``zero_grad`` does not see: stashes, and gradients of weights with rests.
-
-        With ``clears_all`` clear those of weights without rests too, else the optimizer's own ``zero_grad`` does.
-        """
+        """Clear stashes and gradients of weights with rests, and with ``clears_all`` what the optimizer's own method clears."""
         self.forget()
         for slot in self.slots:
             slot.stash = None
@@ -379,3 +347,145 @@ class Gradients:
             if gradient is not None:
                 gradient = values_of(gradient).detach()
                 gradient.masked_fill_(moved_to(flag, gradient.device) != 0, 0.0)
+
+
+class Findings:
+    """Whether the gradients of one optimizer are finite: "A flag goes with its gradients" in NOTES.md."""
+
+    def __init__(self, gradients: Any, owner: Any) -> None:
+        self._gradients, self._owner = gradients, owner
+        self.forget()
+        #: The other optimizers of the last block, where only steps check, with their flags if they have stepped since.
+        self._beside: dict[Findings, FoundInf | None] = {}
+        self.of_step: FoundInf | None = None  # the flag that decided the last step
+        self.scaler: Any = None  # of the last block
+
+    def clear_flag(self) -> FoundInf:
+        return FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), self._owner.name_of)
+
+    def add(self, finding: FoundInf | None) -> None:
+        """Note the flag of a block that has made gradients; None where it does not check them."""
+        self._checked = self.shared = None
+        if finding is not None:
+            if finding not in self.new:  # else the flag of a delayed check, which this block ends
+                self.new.append(finding)
+            self._found = finding if len(self.new) == 1 else FoundInf.any_of(self.new)
+            self._gradients.note_judged()
+            self._judged = seen(self._gradients.params), aliases_taken()
+
+    def begin(self, scaler: Any, named: Sequence[Any]) -> None:
+        """Note a block that names the optimizer. Where only steps check gradients, all ``named`` optimizers skip together."""
+        self.scaler = scaler
+        self._beside = {} if len(named) < 2 else {x.findings: None for x in named if x.findings is not self}
+
+    def mark_checked(self, number: torch.Tensor) -> None:
+        """Let the next step judge the present gradients by a number that is finite if they are."""
+        self._checked = number, seen(self._gradients.params)
+
+    def judge(self, checks: bool = False) -> FoundInf | None:
+        """Return the flag that decides on this step, or None where nothing was checked: at loss scale 1 without ``checks``."""
+        self._drop_of_others()
+        new, self.new = self.new, []
+        for finding in new:
+            if finding.scaler is not None and finding.scaler.delayed_check is finding:  # ends its iteration
+                finding.scaler.update(finding)
+        apart = [finding for finding in new if not finding.moves_scale]
+        scaler, before = self.scaler or self._owner.scaling.scalers[0], self._found
+        is_one = scaler.is_one
+        if (checks or not is_one) and not (before is not None and self._is_settled()):
+            again = self._look()
+            if is_one:
+                self._found = scaler.update(self._combine_flags(again) if self._beside else again)
+                if scaler.has_news:
+                    scaler.report()
+            elif before is None:
+                apart.append(again)
+                self._found = again
+            elif not again.is_clean:
+                apart += [FoundInf(again.flag - before.flag)] if new else []
+                self._found = FoundInf.any_of([before, again])
+        if self.shared is not None:
+            self._found = self.shared if self._found is None else FoundInf.any_of([self._found, self.shared])
+        if apart and not (all_apart := FoundInf.any_of(apart)).is_clean:
+            self._owner.scaling.scalers[0].count_apart(all_apart.flag)
+        self._checked = None
+        self.of_step = self._found
+        return self._found
+
+    def report(self) -> None:
+        for scaler in dict.fromkeys(filter(None, [self.scaler, *self._owner.scaling.scalers])):
+            scaler.report(wait=True)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device where that was decided there."""
+        return self.of_step is not None and self.of_step.overflowed
+
+    def look_again(self) -> None:
+        self._judged = self._checked = None
+
+    def forget(self) -> None:
+        self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
+        self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
+        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
+        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
+        self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
+        self._gradients.judged = None
+        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
+
+    def drop_cleared(self) -> None:
+        """Forget the flags of gradients that were cleared. The flag of a block that has made no gradients stays."""
+        if self._gradients.judged is not None or self._found is None:
+            self.forget()
+
+    def zero_skipped(self, closes: bool = False) -> None:
+        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes."""
+        if closes or not self.new:
+            self._drop_of_others()
+            if self._found is not None and not self._found.is_clean:
+                self._gradients.zero_where(self._found.flag)
+
+    def _drop_of_others(self) -> None:
+        """Forget the flags of gradients that a script has replaced."""
+        if self._gradients.judged is not None and not self._gradients.are_judged:
+            self.forget()
+
+    def _combine_flags(self, finding: FoundInf) -> FoundInf:
+        """Combine this optimizer's flag with those of the block's other optimizers."""
+        findings, beside, self._beside = [finding], self._beside, {}
+        for other, known in beside.items():
+            findings.append(other._look() if known is None else known)
+            if self in other._beside:
+                other._beside[self] = finding
+        return FoundInf.any_of(findings)
+
+    def _is_settled(self) -> bool:
+        """Whether the flag of the blocks still holds: no gradient was written to since they were judged."""
+        gradients, owner = self._gradients, self._owner
+        if owner.process_group is not None:
+            return False
+        if gradients.process_groups:  # these processes have agreed in the block
+            return True
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
+            return False  # a script's own collectives are writes that torch does not count
+        if self._judged is None:
+            return False
+        judged, aliases = self._judged
+        return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
+
+    def _look(self) -> FoundInf:
+        """Check the present gradients, on all processes that step together, and return the flag."""
+        gradients = self._gradients
+        if self._checked is not None and are_still(self._checked[1], gradients.params):
+            flag = self._checked[0].isfinite().logical_not().float().reshape(())
+            finding = FoundInf(flag, self._owner.name_of)
+            finding.agree()
+            if finding.is_clean or not finding.flag.is_cpu:
+                return finding
+            # Else for the name: a number tells nothing about each gradient.
+        else:
+            finding = self.clear_flag()
+        gradients.check(finding)
+        finding.agree(gradients.process_groups)
+        return finding

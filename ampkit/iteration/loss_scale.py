@@ -1,7 +1,4 @@
-"""The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps.
-
-`LossScaler.update` runs a kernel that moves a `ScaleState` on the device of the gradients. A `HostCopy` of it arrives later.
-"""
+"""The loss scale: the factor of the loss, the rule that moves it, and the reports of skipped steps."""
 
 from __future__ import annotations
 
@@ -124,8 +121,7 @@ class LossScaler:
     """The loss scale of one loss: a number that stays, or one that moves by a `DynamicLossScale` between two bounds.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
-    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device. A static scale other than 1.0
-    checks too, and an overflow skips the step.
+    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class LossScaler:
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
         self._as_apex = as_apex  # log the same line for every skip
-        self._has_news = False  # whether there may be a skip that was not reported
+        self.has_news = False  # whether there may be a skip that was not reported
         self._error: LossScaleError | None = None  # to be raised by a report with ``raises``
         self._state: torch.Tensor | None = None
         self._iterations = 0  # the number of ended ones
@@ -178,16 +174,9 @@ class LossScaler:
     def unskipped(self, value: int) -> None:
         self._write(unskipped=int(value))
 
-    def change_rule(
-        self,
-        rule: DynamicLossScale | None = None,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = None,
-    ) -> None:
-        """Move a dynamic scale by another rule, or between other bounds, from the next iteration on."""
-        self.rule = self.rule if rule is None else rule
-        self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else float(min_loss_scale)
-        self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else float(max_loss_scale)
+    def change_rule(self, **changes: Any) -> None:
+        """Move a dynamic scale by another ``rule``, ``min_loss_scale`` or ``max_loss_scale``, from the next iteration on."""
+        vars(self).update(changes)
         rule, scale = self.rule, self.synchronize().scale
         #: Whether this is a static scale of 1.0, which multiplies and checks nothing.
         self.is_one = not self.dynamic and scale == 1.0
@@ -202,10 +191,7 @@ class LossScaler:
     # The iteration
 
     def current(self, device: torch.device) -> float | torch.Tensor:
-        """The scale of an iteration that begins now: a number if it is static, else a copy of the scale on ``device``.
-
-        Until an iteration ends, the copy is the same object.
-        """
+        """The scale of an iteration that begins now: a number if it is static, else one copy of the scale on ``device``."""
         if not self.dynamic:
             return self._known.scale
         if self._state is None or self._state.device != device:
@@ -219,8 +205,7 @@ class LossScaler:
     def update(self, finding: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
         """End an iteration: move the scale, on its device, by a `FoundInf`, or by a flag of shape [1].
 
-        With ``moves_scale=False`` the scale counts the iteration as clean, whatever the flag. Other ranks have not seen these
-        gradients yet, and the scale must not differ between ranks.
+        ``moves_scale=False`` counts it as clean: other ranks have not seen these gradients yet, and have the same scale.
         """
         if isinstance(finding, torch.Tensor):
             finding = FoundInf(finding)
@@ -233,7 +218,7 @@ class LossScaler:
         flag = finding.flag if moves_scale else torch.zeros_like(finding.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
-        self._has_news = self._has_news or not finding.is_clean
+        self.has_news = self.has_news or not finding.is_clean
         self._iterations += 1
         finding.iteration = None if finding.flag.is_cuda and is_capturing(finding.flag) else self._iterations
         self._recent.append(finding)
@@ -245,7 +230,7 @@ class LossScaler:
         if self._state is None:
             self._move_to(flag.device)
         self._state[-1:].add_(moved_to(flag > 0, self._state.device))
-        self._has_news = True
+        self.has_news = True
         self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
@@ -283,12 +268,11 @@ class LossScaler:
     def report(self, *, wait: bool = False, raises: bool = True) -> bool:
         """Log the steps that were skipped since the last report, if that is known, or with ``wait``; returns whether there are any.
 
-        Raises `LossScaleError` after 50 skips in a row at the floor, where nothing will change by itself; with ``raises=False`` the
-        next report does.
+        Raises `LossScaleError` after 50 skips in a row at the floor; with ``raises=False`` the next report does.
         """
         if wait:
             self.synchronize()
-        elif not self._has_news or not self._learn():
+        elif not self.has_news or not self._learn():
             return False
         told, self._told = self._told, self._known
         if self._known.skips_apart != told.skips_apart:
@@ -313,7 +297,7 @@ class LossScaler:
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._has_news = self._error is not None or not (wait or self._state.is_cpu)
+        self.has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
     def _diagnose(self, skips: int, newest: FoundInf | None) -> None:
@@ -385,8 +369,8 @@ def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, 
     groups = [group for group in groups if group]
     numbered = ((number, scaler) for number, group in enumerate(groups) for scaler in group)
     for index, (number, scaler) in enumerate(numbered):
-        scaler_state = scaler.state_dict()
-        destination[f"loss_scaler{index}"] = scaler_state if len(groups) == 1 else {**scaler_state, "session": number}
+        session = {} if len(groups) == 1 else {"session": number}
+        destination[f"loss_scaler{index}"] = scaler.state_dict() | session
 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:

@@ -1,23 +1,22 @@
 """The wrapper that a session puts on an optimizer: its step can be skipped, and updates weights together with their rests.
 
-The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
-wrapper itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
-``step`` and ``zero_grad``; `ways.choose` says how each steps.
+It lives as long as the optimizer, which is anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import kernels
 from ..casting.engine import active_casting
@@ -25,24 +24,20 @@ from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
-from ..labels import labelled
 from ..logs import logger
 from ..models.float32_values import value_of
 from ..optimizers.fused import FusedOptimizer
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, wrapper_refs
 from .advice import Advice
-from .found_inf import Findings
-from .gradients import Gradients, Slot, State
+from .found_inf import Slot
+from .gradients import Findings, Gradients, State
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 from .ways import ITS_OWN, ONE_PASS, OnePassStep, Traits, Way, choose, is_known
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
 
-# The hooks of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
-_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 _AMID_UPDATE = (
     "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
     "checkpoint."
@@ -50,7 +45,7 @@ _AMID_UPDATE = (
 
 
 class OptimizerWrapper:
-    """The wrapper of an optimizer of a session (``owner``): slots, gradients, their flags, and methods that replace its own."""
+    """The wrapper of an optimizer of a session (``owner``)."""
 
     def __init__(self, optimizer: Any, owner: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -135,17 +130,8 @@ class OptimizerWrapper:
         """Whether a loss of the session has another loss scale than a static 1.0."""
         return not all([scaler.is_one for scaler in self.owner.scalers])
 
-    @property
-    def is_outside_of_blocks(self) -> bool:
-        """Whether a backward pass outside of all blocks is to be noted: there is a loss scale, no open block, and no such note."""
-        in_block = self.gradients.state is State.IN_BLOCK
-        return not (in_block or self.findings.came_through_no_block) and self.has_scale
-
     def note_outside(self, passes: int) -> None:
-        """Note that a backward pass outside of all blocks has written to the gradients.
-
-        ``passes`` is `Advice.passes` before it. Warns where an unscaled loss was added to gradients that wait at a scale.
-        """
+        """Note a backward pass outside of all blocks, before which `Advice.passes` was ``passes``. Warns of a sum of two scales."""
         if self.gradients.state is not State.WAITING:
             self.findings.came_through_no_block = True
         elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # whose scripts scale by hand
@@ -171,8 +157,7 @@ class OptimizerWrapper:
     def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
         """Bring every gradient, unscaled, to ``param.grad``, and take over writes to loans. Returns whether there are gradients.
 
-        Without ``finishes`` gradients that wait at a scale go on waiting. With ``refuses`` raises `ConfigurationError` for writes
-        of which one would be lost.
+        Without ``finishes`` gradients that wait at a scale go on waiting. ``refuses`` writes of which one would be lost.
         """
         gradients = self.gradients
         if gradients.stored:
@@ -188,7 +173,7 @@ class OptimizerWrapper:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
 
-        # wraps() carries over the marks that learning-rate schedulers leave on the function.
+        # wraps() carries over the marks that learning-rate schedulers leave on the function: they look for ``__func__``.
         @functools.wraps(original)
         def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
             call_original = original if before is not None else functools.partial(original, ref())
@@ -208,20 +193,19 @@ class OptimizerWrapper:
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
         self.follow_groups()
-        closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
+        closure, loss = args[0] if args else kwargs.get("closure"), None
         if callable(closure):
             kwargs.pop("closure", None)
-            optimizer = self.optimizer()
+            optimizer, args = self.optimizer(), args[1:]
             if not is_known(optimizer) or isinstance(optimizer, torch.optim.LBFGS):  # it may evaluate its closure again
-                step = functools.partial(original, *rest, **kwargs)
+                step = functools.partial(original, *args, **kwargs)
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
                 loss = closure()
-            self._step_once(original, *rest, **kwargs)
-            return loss
-        return self._step_once(original, *args, **kwargs)
+        with profiler.record_function("ampkit: step") if profiler._is_profiler_enabled else nullcontext():
+            result = self._step_once(original, *args, **kwargs)
+        return loss if callable(closure) else result
 
-    @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = self.optimizer()
         if listeners:
@@ -268,10 +252,7 @@ class OptimizerWrapper:
             raise
 
     def checks_step(self, way: Way | None = None) -> bool:
-        """Whether a step checks gradients that no block has checked, as at loss scale 1.
-
-        Warns of gradients that came through no block at another loss scale.
-        """
+        """Whether a step checks gradients that no block has checked. Warns of those that came through none at a loss scale."""
         if self.findings.came_through_no_block:
             if not self.findings.new:
                 self.advice.tell("outside", type(self.optimizer()).__name__)
@@ -281,30 +262,27 @@ class OptimizerWrapper:
 
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter ``in_step`` for the update alone: the script's hooks around it see the model's own gradients and weights."""
+        """Enter ``in_step`` between the script's hooks, which see the model's own gradients and weights."""
         optimizer, depth = self.optimizer(), 0  # a step that calls its class's has the hooks of both
 
         def begin(*_: Any) -> None:
             nonlocal depth
             if depth == 0:
                 self.settle()
-                in_step.__enter__()
+                update.enter_context(in_step)
             depth += 1
 
         def end(*_: Any) -> None:
             nonlocal depth
             depth -= 1
             if depth == 0:
-                in_step.__exit__(None, None, None)
+                update.close()
 
         last, first = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
         optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
         try:
-            yield
-        except BaseException as error:
-            if depth:
-                in_step.__exit__(type(error), error, error.__traceback__)
-            raise
+            with ExitStack() as update:
+                yield
         finally:
             last.remove()
             first.remove()
@@ -318,7 +296,6 @@ class OptimizerWrapper:
         self.settle()
         return self._take(ITS_OWN, functools.partial(original, *args, **kwargs))
 
-    @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their norm, and return the norm. For weights with rests the step clips."""
         self.settle()
@@ -376,10 +353,7 @@ class OptimizerWrapper:
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
-        """Give slots to parameters that a script has put into ``param_groups[i]["params"]`` since.
-
-        A parameter that it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
-        """
+        """Give slots to parameters that a script has put into ``param_groups[i]["params"]``. Those it took out keep theirs."""
         if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
@@ -420,4 +394,4 @@ def _has_hooks(optimizer: Any) -> bool:
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
         optimizer, "_optimizer_step_post_hooks", None
     )
-    return hooks is not None and bool(hooks or _pre_hooks_of_all or _post_hooks_of_all)
+    return hooks is not None and bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

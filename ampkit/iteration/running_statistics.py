@@ -1,8 +1,4 @@
-"""Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good.
-
-Before a forward, at the end of a block and after a step, elements that are not finite go back to their last finite values. Finite
-elements keep the values that forwards or scripts gave them. On an accelerator the device chooses; nothing waits.
-"""
+"""Running statistics stay finite: otherwise a batch that overflows would leave inf or NaN in them for good."""
 
 from __future__ import annotations
 
@@ -27,21 +23,27 @@ class RunningStatistics:
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
         self.changed: list[_Statistics] = []  # by a training forward, since the last check
+        self.additions = -1  # `registry.additions` when the models were last looked through
+        self.are_there = False  # whether a model had any then
+
+    def add(self, model: nn.Module) -> None:
+        self._of[model] = _Statistics()
 
     def before_forward(self, model: nn.Module) -> None:
-        """Check statistics that earlier forwards have changed, and the model's where this forward may change them."""
+        """Check what earlier forwards have changed, and what this one may change. Called where `are_there`, or may be."""
         if _tracing() is not None or _transform_level() is not None:
             return
-        statistics = self._of.get(model)
-        if statistics is None:
-            statistics = self._of[model] = _Statistics()
         changed = self.changed
         if changed:
             self.keep_finite()
-        has_others = statistics.additions != registry.additions
+        has_others = self.additions != registry.additions
         if has_others:
-            statistics.look_in(model)
-        if statistics.places and any([attributes["training"] for attributes, _ in statistics.places]):
+            self.additions = registry.additions
+            for each, statistics in self._of.items():
+                statistics.look_in(each)
+            self.are_there = any([statistics.places for statistics in self._of.values()])
+        statistics = self._of[model]
+        if any([attributes["training"] for attributes, _ in statistics.places]):
             if has_others or statistics not in changed:
                 statistics.keep_finite()
             self.changed.append(statistics)
@@ -54,17 +56,15 @@ class RunningStatistics:
 
 
 class _Statistics:
-    """The statistics of one model, and their last finite values in memory that stays, for a captured CUDA graph uses it."""
+    """The statistics of one model, and their last finite values, in memory that a captured CUDA graph may use."""
 
     def __init__(self) -> None:
-        self.additions = -1  # `registry.additions` when `look_in` last ran
         #: The attributes of modules, which keep no module alive, and the names of their statistics.
         self.places: list[tuple[dict[str, Any], list[str]]] = []
         self._last: dict[tuple[Any, ...], torch.Tensor] = {}  # by device, dtype and sizes
         self._last_of: dict[tuple[int, str], torch.Tensor] = {}  # views of these, by place
 
     def look_in(self, model: nn.Module) -> None:
-        self.additions = registry.additions
         self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
         self._last_of = {place: last for place, last in self._last_of.items() if place in here}

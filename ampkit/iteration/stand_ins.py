@@ -1,7 +1,4 @@
-"""Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests.
-
-See "Optimizers hold the model's parameters" in NOTES.md.
-"""
+"""Float32 parameters that replace weights in lower precision during the step of an optimizer that does not support rests."""
 
 from __future__ import annotations
 
@@ -14,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..casting.tensors import params_of
 from ..errors import ClosureError, ConfigurationError
 from ..registry import WRAPPER_KEY
-from .gradients import Gradients, Slot
+from .found_inf import Slot
+from .gradients import Gradients
 from .ways import is_known
 
 
@@ -134,13 +133,10 @@ class StandIns:
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     """Optimizers that an optimizer holds, over parameters of its own groups."""
-    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return [
-        inner
-        for inner in getattr(optimizer, "__dict__", {}).values()
-        if all(hasattr(inner, name) for name in ("param_groups", "state", "step"))
-        and not ids.isdisjoint(id(param) for group in inner.param_groups for param in group["params"])
-    ]
+    params = set(params_of(optimizer))
+    held = getattr(optimizer, "__dict__", {}).values()
+    inner = [x for x in held if all(hasattr(x, name) for name in ("param_groups", "state", "step"))]
+    return [x for x in inner if not params.isdisjoint(params_of(x))]
 
 
 # A step that evaluates its closure several times, as LBFGS does, or may

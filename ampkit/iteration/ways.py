@@ -1,8 +1,4 @@
-"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
-
-`OnePassStep` is the way for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and float32 moments. See
-"Optimizers hold the model's parameters" in NOTES.md.
-"""
+"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits."""
 
 from __future__ import annotations
 
@@ -24,13 +20,11 @@ from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..patching import PatchSet, SharedPatches
-from .found_inf import is_set
+from .found_inf import constant, is_set
 from .gradients import Gradients
 
 #: torch's classes whose update `OnePassStep` knows.
 ONE_PASS = (SGD, Adam, AdamW)
-#: Group settings with which torch's step and ampkit's differ.
-_OTHER_ARITHMETIC = ("amsgrad", "differentiable")
 _version_of = operator.attrgetter("_version")
 
 
@@ -62,22 +56,17 @@ class Traits(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way in which an optimizer takes its step.
+    """A way in which an optimizer takes its step."""
 
-    ``skips_on_device`` says that the step reads the flag on the device; else the host reads it. With it, a step at loss scale 1
-    checks its gradients by default, which costs no more than a norm.
-    ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``in_step`` gets the wrapper and
-    the flag; the optimizer's own step runs inside of the context that it returns.
-    """
-
-    skips_on_device: bool
-    is_one_kernel: bool
+    skips_on_device: bool  # by the flag; else the host reads it. At loss scale 1 gradients are checked by default
+    is_one_kernel: bool  # nothing is called that could be cast
+    #: Gets the wrapper and the flag; the optimizer's own step runs inside of the context.
     in_step: Callable[[Any, Tensor | None], AbstractContextManager[None]]
 
 
 @contextmanager
 def _with_inputs(wrapper: Any, found_inf: Tensor | None) -> Iterator[None]:
-    """Pass `StepInputs` to a fused optimizer. If it takes no rests, it updates float32 copies of stored weights."""
+    """Pass `StepInputs` to a fused optimizer, over float32 copies of stored weights if it takes no rests."""
     optimizer, gradients = wrapper.optimizer(), wrapper.gradients
     optimizer.inputs = StepInputs(
         rests={id(slot.param): slot.master.rest for slot in gradients.stored},
@@ -115,7 +104,7 @@ def choose(wrapper: Any) -> tuple[Way, str | None]:
 
 
 def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], one_pass_step: bool = True) -> str | None:
-    """The reason why a step of weights in lower precision needs float32 copies; None where one pass updates weights and rests."""
+    """The reason why a step needs float32 copies of weights with rests; None where one pass updates both."""
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
         if not traits.takes_rests:
@@ -131,7 +120,7 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], on
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return "a torch.amp.GradScaler unscales in it"
     for group in optimizer.param_groups:
-        for setting in _OTHER_ARITHMETIC:
+        for setting in ("amsgrad", "differentiable"):  # another arithmetic
             if group.get(setting):
                 return f"{setting}=True"
     for param in params:
@@ -168,10 +157,7 @@ class OnePassStep:
             read_narrow(before)
 
     def batches(self, params: Sequence[Tensor], apart: Sequence[Any]) -> list[tuple[list[int], dict[str, Any]]]:
-        """Return the indices of parameters that one kernel call can update, and its keywords for rests, clipping and the flag.
-
-        A call takes parameters of one device, with equal elements in ``apart``, a list beside ``params``.
-        """
+        """Return the indices of parameters that one kernel call can update, equal in ``apart``, and its keywords."""
         rests = {id(slot.param): slot.master.rest for slot in self._gradients.stored} if self._gradients.stored else {}
         by_kind: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
@@ -184,10 +170,9 @@ class OnePassStep:
         return batches
 
     def count(self, params: Sequence[Tensor], steps: list[Tensor]) -> list[int]:
-        """Count a step; returns a number for each parameter, equal where their counts are.
+        """Count a step, on the device if that decides on it; returns a number for each parameter, equal where their counts are.
 
-        They are read once: counts that always move together stay equal. Where a device decides whether the step is taken, it
-        counts: torch's counts on the host are moved there.
+        They are read once: counts that always move together stay equal.
         """
         if not steps:
             return []
@@ -202,10 +187,11 @@ class OnePassStep:
                 numbers, here = [int(step) for step in steps], set(map(id, steps))
                 rows = self.known_counts.items()
                 self.known_counts = {key: row for key, row in rows if here.isdisjoint(map(id, row[0]))}
-        taken = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).reshape(()).to(steps[0])
+        first, taken = steps[0], self.found_inf
+        taken = constant(1.0, first.dtype, first.device) if taken is None else (taken == 0).reshape(()).to(first)
         # torch._foreach_add_ takes several microseconds for each count on the host, a kernel a fraction of one.
         kernels.multi_tensor_axpby(steps, [taken] * len(steps), steps, 1.0, 1.0)
-        self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
+        self.known_counts[id(first)] = list(steps), list(map(_version_of, steps)), numbers
         return numbers
 
     def give_counts_back(self, optimizer: Any) -> None:

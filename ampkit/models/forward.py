@@ -29,7 +29,6 @@ from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
-from ..labels import labelled
 from ..patching import PatchSet, Reference, SharedPatches, Undo
 from ..registry import watchers
 from .float32_values import Float32Value, members, stored_weights
@@ -236,17 +235,19 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict, casts:
             session.before_forward(model)
         finally:
             torch._C._set_tracing_state(recording)
-    if not traced and profiler._is_profiler_enabled:
-        function = labelled("forward")(function)
     if (casting := active_casting()) is None:
         scope = nullcontext()
     elif casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
         scope = casting.disabled()
     else:
         scope = casting.forward_scope(casts.narrow_in)
+    # The flag last: dynamo guards what it reads.
+    labelled = (
+        profiler.record_function("ampkit: forward") if not traced and profiler._is_profiler_enabled else nullcontext()
+    )
     try:
         _running.casts = casts
-        with scope:
+        with labelled, scope:
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
@@ -303,7 +304,7 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
     """Cast floating-point outputs to ``dtype``, but for leaves and inputs of other outputs: scripts differentiate by these."""
     if isinstance(outputs, torch.Tensor) and (traced or not (outputs.requires_grad and outputs.is_leaf)):
         return outputs.to(dtype) if outputs.dtype in CASTABLE else outputs
-    tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad]
+    tensors = [] if traced else [x for x in tensors_in(outputs) if x.requires_grad]
     if all(x.dtype is dtype for x in tensors):
         return cast_floating(outputs, dtype)
     stay = {id(x) for x in tensors if x.is_leaf}

@@ -1,4 +1,4 @@
-// The leaves of the graph of a loss, and whether gradients are unchanged: ampkit/iteration/reach.py and found_inf.py.
+// The leaves of the graph of a loss, and whether gradients are unchanged: ampkit/iteration/reach.py and gradients.py.
 #pragma once
 
 #include <Python.h>

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampkit
 from ampkit import events
-from ampkit.iteration.reach import calls_of_torch
+from ampkit.iteration.block import calls_of_torch
 
 INF = float("inf")
 

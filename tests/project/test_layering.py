@@ -30,7 +30,7 @@ LAYERS = [
         "compiling",
     ],
     ["policy", "kernels"],
-    ["events", "registry", "libraries", "sharding", "labels", "logs", "patching", "errors", "dtypes"],
+    ["events", "registry", "libraries", "sharding", "logs", "patching", "errors", "dtypes"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 

@@ -55,6 +55,15 @@ def assert_close_to_largest(found, expected, tolerance):
         assert (mine.double() - theirs).abs().max().item() <= tolerance * max(scale, 1e-3)
 
 
+@pytest.mark.parametrize("delay_unscale", [False, True])
+def test_an_optimizer_that_is_named_twice_is_unscaled_once(delay_unscale):
+    before, model, optimizer = with_float32_twin("O1", loss_scale=64.0)
+    (x, y) = random_batch()
+    with ampkit.scale_loss(F.mse_loss(model(x), y), [optimizer, optimizer], delay_unscale=delay_unscale) as scaled_loss:
+        scaled_loss.backward()
+    assert_close_to_largest(gradients(optimizer), reference_gradients(before, [(x, y)]), TOLERANCE["O1"])
+
+
 @pytest.mark.parametrize("level, loss_scale", [*((level, 64.0) for level in LEVELS), ("O2", "dynamic")])
 def test_gradients_are_unscaled_at_every_level(level, loss_scale):
     before, model, optimizer = with_float32_twin(level, loss_scale=loss_scale)

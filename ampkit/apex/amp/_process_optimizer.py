@@ -16,8 +16,8 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
-from ...iteration.found_inf import BackwardPass, FoundInf
-from ...iteration.gradients import Slot, State
+from ...iteration.found_inf import FoundInf, Slot, inverse
+from ...iteration.gradients import State
 from ...logs import logger
 from ...registry import session_of, wrapper_of
 from ...session import Session
@@ -80,7 +80,7 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     needs_check = scaler.dynamic or scale != 1.0
     needs_check = needs_check and slot is not None
     finding = FoundInf(scaler.flag_on(slot.param.device)) if needs_check else None
-    wrapper.gradients.collect(BackwardPass(scale), finding)
+    wrapper.gradients.collect(inverse(scale), finding)
     wrapper.hand_gradients()
 
 

@@ -178,7 +178,7 @@ class LossScaler:
 
     @_max_loss_scale.setter
     def _max_loss_scale(self, value: float) -> None:
-        self.core.change_rule(max_loss_scale=value)
+        self.core.change_rule(max_loss_scale=float(value))
 
     @property
     def _min_loss_scale(self) -> float:
@@ -186,7 +186,7 @@ class LossScaler:
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
-        self.core.change_rule(min_loss_scale=value or DEFAULT_MIN_LOSS_SCALE)
+        self.core.change_rule(min_loss_scale=float(value or DEFAULT_MIN_LOSS_SCALE))
 
     @property
     def _scale_seq_len(self) -> int:
@@ -194,7 +194,7 @@ class LossScaler:
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        self.core.change_rule(replace(self.core.rule, growth_interval=int(value)))
+        self.core.change_rule(rule=replace(self.core.rule, growth_interval=int(value)))
 
     # For scripts that write their own scale_loss
 
