@@ -27,7 +27,7 @@ from .events import listeners, tell
 from .iteration.block import Block, LossScaling, calls_of_torch
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
-from .iteration.reach import torchs_clipping
+from .iteration.reach import retained_results, torchs_clipping
 from .iteration.running_statistics import RunningStatistics
 from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
@@ -163,6 +163,7 @@ class Session:
             (calls_of_torch, True),
             (around_stored_weights, plan.stores_weights),
             (one_pass_steps, plan.stores_weights or plan.steps_in_one_pass),
+            (retained_results, not all(scaler.is_one for scaler in self.scalers)),
         ):
             if wanted:
                 patches.acquire(self._undo)

@@ -453,7 +453,6 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
 
 def _patch(patches: PatchSet) -> None:
     patches.set(torch.autograd, "backward", reaching_backward(torch.autograd.backward))
-    patches.put_around(torch.Tensor, "retain_grad", reach.note_retain_grad)
     patches.put_around(
         sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", reach.refuse_scaled
     )

@@ -88,10 +88,13 @@ def retained(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [result for result in list(retaining) if result.grad_fn in nodes]
 
 
-def note_retain_grad(original: Callable, tensor: torch.Tensor) -> None:
+def _note_retain_grad(original: Callable, tensor: torch.Tensor) -> None:
     original(tensor)
     if not tensor.is_leaf and not _compiling():
         retaining[tensor] = None
+
+
+retained_results = SharedPatches(lambda patches: patches.put_around(torch.Tensor, "retain_grad", _note_retain_grad))
 
 
 # Other calls of torch
