@@ -18,7 +18,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -313,8 +312,12 @@ def _excluded_at_rest() -> Any:
 
 
 def _in_a_new_thread(function: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as new_thread:
-        return new_thread.submit(function).result()
+    results = list[Any]()
+    # Not one of an executor, which has none for a thread that outlives the main one.
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def _is_known(device_type: str) -> bool:

@@ -165,6 +165,8 @@ class Observer(Watch, logging.Handler):
             if not session.plan.casts_calls:
                 self._tell_of_own_casts()
             return
+        if self._initialized:  # by a session that has ended since
+            return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
             self.does = "float32"

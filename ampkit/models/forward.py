@@ -111,14 +111,14 @@ def _copy(model: nn.Module, original: Callable | None, args: tuple, kwargs: dict
 
 def _copy_plainly(model: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
     """Copy or pickle a shallow copy of the model without ampkit's attributes and hooks."""
-    if CASTS_KEY not in model.__dict__:
-        return original(model, *args)
-    plain = object.__new__(type(model))
-    plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
-    remove_attributes(plain)
-    if isinstance(args[0], dict):  # the memo
-        copy._keep_alive(plain, args[0])
-    return original(plain, *args)
+    if CASTS_KEY in model.__dict__:
+        plain = object.__new__(type(model))
+        plain.__dict__.update(model.__dict__, _forward_pre_hooks=model._forward_pre_hooks.copy())
+        remove_attributes(plain)
+        for memo in (x for x in (*args, *kwargs.values()) if isinstance(x, dict)):
+            copy._keep_alive(plain, memo)
+        model = plain
+    return original(model, *args, **kwargs)
 
 
 def prevent_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -267,6 +267,9 @@ BLOCK = "with ampkit.scale_loss(loss_of(), optimizer) as scaled: scaled.backward
 def test_a_script_with_ampkit_is_told_of_its_mistakes_and_its_model_is_given_back(check):
     code, lines = check(AMPKIT.format(level="O2", backward=BLOCK))
     assert code == 0 and any("the script uses ampkit at O2." in line for line in lines)
+    goes_on = "ampkit.close()\nwhile True: loss_of().backward(); optimizer.step()\n"
+    code, lines = check(AMPKIT.format(level="O2", backward=f"{BLOCK}\n    optimizer.step(); break") + goes_on)
+    assert code == 0 and any("the script uses ampkit at O2." in line for line in lines)
     assert "Adam: over float32 copies (amsgrad=True)" in row(lines, "O2")
     assert "Adam: its own" in row(lines, "O1")
     code, lines = check(AMPKIT.format(level="O2", backward="loss_of().backward()"))

@@ -141,7 +141,9 @@ def test_running_statistics_are_put_back_and_random_numbers_are_shared():
     found = ampkit.diagnose(
         lambda: model(torch.randn(8, 4).bfloat16()).float().square().sum().backward(), against="fp32"
     )
-    assert found.loss < 0.02
+    assert found.loss < 0.02 and not [
+        row for row in found.rows if "empty" in row.op
+    ]  # dropout's memory before it is filled
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -340,7 +340,8 @@ def test_requires_grad_of_the_moment_is_copied(copied):
 class Careful(RowClassifier):
     """A model that copies itself its own way, and leaves out what it does not know."""
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo=None):
+        memo = {} if memo is None else memo
         twin = RowClassifier.__new__(type(self))
         memo[id(self)] = twin
         nn.Module.__init__(twin)
@@ -362,6 +363,11 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     classify_rows(model, optimizer)
     twin = copy.deepcopy(model.eval())
     assert type(twin) is not type(model) or kind != "torch.fx"  # each graph has a class of its own
+    memo = {}
+    assert_same_values(model.__deepcopy__(memo=memo).state_dict(), values(model))
+    assert memo
+    if kind != "torch.fx":
+        assert_same_values(model.__deepcopy__().state_dict(), values(model))
     assert_same_values(twin.state_dict(), values(model))
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
     torch.testing.assert_close(twin(X).float(), model(X).float(), atol=0.02, rtol=0.02)

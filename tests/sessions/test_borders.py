@@ -16,7 +16,10 @@ TOGETHER = "inference_mode dispatch_mode forked_child"
 
 
 @pytest.mark.parametrize(
-    "where", others_slow(TOGETHER, of=[TOGETHER, *(place for place in places.PLACES if place not in TOGETHER)])
+    "where",
+    others_slow(
+        TOGETHER, "interpreter_exit", of=[TOGETHER, *(place for place in places.PLACES if place not in TOGETHER)]
+    ),
 )
 def test_session_that_begins_or_ends_there_leaves_torch_as_it_was(where):
     run = subprocess.run([sys.executable, places.__file__, *where.split()], capture_output=True, text=True, timeout=300)
