@@ -92,9 +92,9 @@ def begin_step(optimizer: Any, by_core: bool = True) -> None:
     """
     depth = len(list(walk_stack(sys._getframe())))
     if _step.optimizer is None or depth <= _step.depth:
-        _step.optimizer, _step.depth, _step.by_core = optimizer, depth, by_core
         _step.begun += 1
-        tell("step_begins", optimizer)
+        tell("step_begins", optimizer)  # which may raise: then no step runs
+        _step.optimizer, _step.depth, _step.by_core = optimizer, depth, by_core
 
 
 def end_step(optimizer: Any, skipped: bool = False, by_core: bool = True) -> None:

@@ -311,8 +311,8 @@ class Session:
             casting.catch_up()
         if self.statistics.are_there or self.statistics.additions != registry.additions:
             self.statistics.before_forward(model)
-        if DistributedDataParallel._active_ddp_module is not None:
-            self.scaling.note_forward(DistributedDataParallel._active_ddp_module)
+        if (ddp := DistributedDataParallel._active_ddp_module) is not None:
+            self.scaling.note_forward(ddp)
 
     def before_compiled_forward(self, model: nn.Module) -> None:
         self.before_forward(model)

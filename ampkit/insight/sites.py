@@ -25,7 +25,7 @@ from torch.utils import _python_dispatch
 
 from .. import events, patching
 from ..casting.engine import active_casting
-from ..iteration import block
+from ..iteration import block, reach
 
 _TORCH = os.path.dirname(torch.__file__)
 #: Files of torch whose functions scripts call, and their public modules.
@@ -50,7 +50,7 @@ _FOLDERS = {
         "stdlib": sysconfig.get_paths()["stdlib"],
     }.items()
 }
-_MODULES = (events, patching, block, _ops, _python_dispatch)
+_MODULES = (events, patching, block, reach, _ops, _python_dispatch)
 _WATCHING = (os.path.join(os.path.dirname(__file__), ""), *(module.__file__ for module in _MODULES))
 _PASSED_OVER = ("torch", "casting", "insight", "scripts", "ampkit", "stdlib")
 #: Classes of operators in `ast` whose method has another name.

@@ -192,13 +192,14 @@ class Block:
                 outside += self.scaling.find_unowned(session)
             gathered = session.gathered_params()
             outside = [leaf for leaf in outside if id(leaf) not in gathered]
-        if outside and self.scaling.plan.policy.base == "apex":
+        is_apex = self.scaling.plan.policy.base == "apex"
+        if outside and is_apex and not self._is_one:
             session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
             first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
             is_parameter = isinstance(first, torch.nn.Parameter)
             label = f"Parameter {session.name_of(first)}" if is_parameter else f"A tensor of shape {tuple(first.shape)}"
             self.scaling.advice.tell("unowned", label)
-        elif outside:
+        elif outside and not is_apex:
             self._hold_outside(outside)
 
     def _hold_other_sessions(self, reached: reach.Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:

@@ -758,3 +758,16 @@ def test_running_statistics_of_a_scripted_module_are_read_and_put_back():
     diagnosis = diagnose(lambda: norm(x).square().sum().backward())
     assert diagnosis.culprit is not None and "not finite before the iteration" in str(diagnosis)
     assert norm.running_mean.tolist() == [0.0, 0.0] and norm.running_var.tolist() == [1.0, 1.0]
+
+
+def test_a_second_diagnosis_deeper_in_the_stack_takes_no_step_either():
+    layer = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+
+    def iteration():
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    ampkit.diagnose(iteration)
+    (lambda: (lambda: ampkit.diagnose(iteration))())()
+    assert not optimizer.state

@@ -300,6 +300,7 @@ FAILING = {
     "a hook of a gradient": "y.register_hook(lambda gradient: gradient @ gradient)",
     "a closure": "optimizer.step(lambda: model(torch.ones(2, 3)))",
     "an exit": "sys.exit('no more')",
+    "unscale": "model.half(); s = torch.amp.GradScaler('cpu'); s.scale(model(y.half()).sum()).backward(); s.unscale_(optimizer)",
 }
 
 
