@@ -92,7 +92,7 @@ bool means_the_same(PyObject* cast) {
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
   if (PyObject* found = store->find(weight)) return Py_NewRef(found);
   if (PyObject* use = store->another_use(weight); use != nullptr || PyErr_Occurred()) return use;
-  RECORD_USER_SCOPE("ampkit: cast weights");  // as its twin, casting/cache.py, does
+  RECORD_USER_SCOPE("ampkit: cast weights");  // as its twin, casting/state.py, does
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool records = c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && tensor.requires_grad();
   std::vector<THPObjectPtr> weights;
