@@ -193,7 +193,7 @@ class OptimizerWrapper:
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
         self.follow_groups()
-        closure, loss = args[0] if args else kwargs.get("closure"), None
+        closure = args[0] if args else kwargs.get("closure")
         if callable(closure):
             kwargs.pop("closure", None)
             optimizer, args = self.optimizer(), args[1:]
@@ -202,9 +202,9 @@ class OptimizerWrapper:
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
                 loss = closure()
-        with profiler.record_function("ampkit: step") if profiler._is_profiler_enabled else nullcontext():
-            result = self._step_once(original, *args, **kwargs)
-        return loss if callable(closure) else result
+            self._step_once(original, *args, **kwargs)
+            return loss
+        return self._step_once(original, *args, **kwargs)
 
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = self.optimizer()
@@ -222,7 +222,8 @@ class OptimizerWrapper:
         hooked = _has_hooks(optimizer)
         if hooked and self.gradients.clip is not None:
             self.gradients.widen()  # scripts look at gradients there
-        return self._take(way, functools.partial(original, *args, **kwargs), hooked)
+        with profiler.record_function("ampkit: step") if profiler._is_profiler_enabled else nullcontext():
+            return self._take(way, functools.partial(original, *args, **kwargs), hooked)
 
     def _take(self, way: Way, step: Callable[[], Any], hooked: bool = False) -> Any:
         """Take a step, or skip it where the host knows that gradients are not finite. A device reads the flag in its step."""
