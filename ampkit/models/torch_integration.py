@@ -18,10 +18,12 @@ import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import swa_utils
 
 from ..casting.state import stored
 from ..casting.tensors import tensors_in
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches
 from ..registry import watchers
@@ -48,6 +50,7 @@ def _patch(patches: PatchSet) -> None:
         (nn.Module, "_load_from_state_dict", _load),
         (nn.Parameter, "__deepcopy__", _copy_parameter),
         (nn.Parameter, "__reduce_ex__", _pickle_parameter),
+        (ParametrizationList, "__init__", _parametrize),
         (ddp, "_sync_module_states", _send_rests),
         *((getattr(torch.distributed, "ProcessGroup", None), name, _run_collective) for name in _WRITING),
     ):
@@ -120,6 +123,18 @@ def _pickle_for_process(param: nn.Parameter) -> Any:
     if plain is not None and popen is not None:
         vars(popen).setdefault("_ampkit_shared", []).append(plain)
     return reduce_tensor(param if plain is None else plain)
+
+
+def _parametrize(original: Callable, self: Any, modules: Any, weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    try:
+        original(self, modules, weight, *args, **kwargs)
+    except ValueError as error:
+        if "dtype" not in str(error) or weight.dtype not in LOWER_PRECISION:
+            raise
+        raise ConfigurationError(
+            f"A parametrization that makes another dtype was registered on a weight that is stored in {weight.dtype}. Register "
+            "it before initialize(), name the layer in keep_fp32=, or use O5, where weights are float32."
+        ) from error
 
 
 def _run_collective(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

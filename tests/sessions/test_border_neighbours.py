@@ -402,11 +402,15 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("make", [LowRank, Masked, Doubled])
-def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_by_torch(make, level):
+def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_with_a_remedy(make, level):
     model, _ = initialize_quietly(nn.Sequential(nn.Linear(8, 14), nn.Linear(14, 2)), sgd, level)
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(ampkit.ConfigurationError, match="keep_fp32=") as caught:
         parametrize.register_parametrization(model[0], "weight", make())
+    assert isinstance(caught.value.__cause__, ValueError)
     model[0](torch.ones(1, 8, dtype=torch.bfloat16))
+    ampkit.close()
+    with pytest.raises(ValueError, match="dtype"):  # torch's own words again
+        parametrize.register_parametrization(nn.Linear(8, 14).bfloat16(), "weight", LowRank())
 
 
 # Words of errors
