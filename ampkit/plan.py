@@ -83,6 +83,9 @@ _BOUND = _Setting(
     "a positive, finite number",
     "Sums over a batch may need scales below 1; 0 is no scale.",
 )
+_SCOPE = _word("process", "forward")._replace(
+    advice="'process' casts every call of torch, 'forward' those inside of the initialized models' forwards."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +110,7 @@ class Plan:
     on_floor: Annotated[str, _word("raise", "warn")] = "raise"
     one_pass_step: Annotated[bool, _BOOL] = True
     check_gradients: Annotated[bool | None, _BOOL] = None
-    scope: Annotated[str, _word("process", "forward")] = "process"
+    scope: Annotated[str, _SCOPE] = "process"
     lower_precision_weights: Annotated[str, _word("float32", "keep", "refuse")] = "float32"
 
     @functools.cached_property

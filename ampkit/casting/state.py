@@ -312,7 +312,7 @@ def _excluded_at_rest() -> Any:
 
 
 def _in_a_new_thread(function: Callable[[], Any]) -> Any:
-    results = list[Any]()
+    results: list[Any] = []
     # Not one of an executor, which has none for a thread that outlives the main one.
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()

@@ -367,9 +367,10 @@ class Findings:
         """Note the flag of a block that has made gradients; None where it does not check them."""
         self._checked = self.shared = None
         if finding is not None:
+            before = self._found if self.new else None  # no step has used the flags of new blocks
             if finding not in self.new:  # else the flag of a delayed check, which this block ends
                 self.new.append(finding)
-            self._found = finding if len(self.new) == 1 else FoundInf.any_of(self.new)
+            self._found = finding if before in (None, finding) else FoundInf.any_of([before, finding])
             self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 

@@ -174,9 +174,16 @@ class LossScaler:
     def unskipped(self, value: int) -> None:
         self._write(unskipped=int(value))
 
-    def change_rule(self, **changes: Any) -> None:
-        """Move a dynamic scale by another ``rule``, ``min_loss_scale`` or ``max_loss_scale``, from the next iteration on."""
-        vars(self).update(changes)
+    def change_rule(
+        self,
+        rule: DynamicLossScale | None = None,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = None,
+    ) -> None:
+        """Move a dynamic scale by another rule, or between other bounds, from the next iteration on."""
+        self.rule = self.rule if rule is None else rule
+        self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else min_loss_scale
+        self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else max_loss_scale
         rule, scale = self.rule, self.synchronize().scale
         #: Whether this is a static scale of 1.0, which multiplies and checks nothing.
         self.is_one = not self.dynamic and scale == 1.0

@@ -292,7 +292,8 @@ def sync_weights(model: nn.Module, records: Sequence[ParameterRecord]) -> bool:
             master.take_float32(param)
             has_assigned = True
         else:
-            for name in [name for name, other in model.named_parameters() if other is param]:
+            name = next((name for name, other in model.named_parameters() if other is param), None)
+            if name is not None:  # else the model has dropped it
                 raise ConfigurationError(
                     f"{name!r} is {param.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
                     "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
