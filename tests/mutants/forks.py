@@ -17,7 +17,7 @@ import pytest
 import torch._dynamo
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKERS = min(2, os.cpu_count() or 1)
+WORKERS = int(os.environ.get("AMPKIT_WORKERS", min(2, os.cpu_count() or 1)))
 
 
 @dataclass
