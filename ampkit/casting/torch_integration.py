@@ -38,6 +38,7 @@ _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
 def patch_torch(patches: PatchSet, engine: Any) -> None:
     """Apply all these patches, for a `Casting` (engine.py)."""
     _patch_writes(patches, engine)
+    _patch_steps(patches, engine)
     _patch_autograd(patches, engine)
     _patch_checkpoints(patches)
     _patch_picklers(patches, engine)
@@ -187,7 +188,7 @@ class _Data(property):
 
 
 def _patch_writes(patches: PatchSet, state: CastingState) -> None:
-    """Forget casts where torch does not count writes: through ``.data``, NumPy and DLPack, and in fused steps."""
+    """Forget casts where torch does not count writes: through ``.data``, NumPy and DLPack."""
     data, forget = torch._C.TensorBase.data, state.caches.forget
 
     def take_alias(tensor: torch.Tensor) -> None:
@@ -216,6 +217,9 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
     for name in ("numpy", "__dlpack__"):
         patches.put_around(torch.Tensor, name, forgetting)
 
+
+def _patch_steps(patches: PatchSet, state: CastingState) -> None:
+    """Drop casts after each step, whose fused writes torch does not count; warn of a step that loses updates."""
     seen, warned = weakref.WeakSet[torch.optim.Optimizer](), set[str]()
 
     def after_step(optimizer: torch.optim.Optimizer) -> None:

@@ -159,9 +159,6 @@ def step_evaluating_again(
     """Take a step that may evaluate its closure again, with its present values in the model. An overflow undoes the step."""
     wrapper.findings.of_step = None
     loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
-    values = [slot.param.detach() for slot in wrapper.gradients.slots]
-    values += [slot.master.rest for slot in wrapper.gradients.stored]
-    before = [value.clone() for value in values]
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
@@ -182,18 +179,30 @@ def step_evaluating_again(
         return loss
 
     try:
-        with casting_off, stand_ins.in_step():
+        with _undone(wrapper), casting_off, stand_ins.in_step():
             result = step(evaluate)
-    except (_SkippedInClosure, ClosureError) as error:
+    except ClosureError:
+        wrapper.gradients.clip_is_used = True
+        raise
+    except _SkippedInClosure:
+        wrapper.end_step(skipped=True)
+        return loss
+    wrapper.end_step()
+    return result
+
+
+@contextmanager
+def _undone(wrapper: Any) -> Iterator[None]:
+    """Put weights and rests back where an evaluation ends the step."""
+    values = [slot.param.detach() for slot in wrapper.gradients.slots]
+    values += [slot.master.rest for slot in wrapper.gradients.stored]
+    before = [value.clone() for value in values]
+    try:
+        yield
+    except (_SkippedInClosure, ClosureError):
         with torch.no_grad():
             for value, copy in zip(values, before):
                 value.copy_(copy)
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
-        if isinstance(error, ClosureError):
-            wrapper.gradients.clip_is_used = True
-            raise
-        wrapper.end_step(skipped=True)
-        return loss
-    wrapper.end_step()
-    return result
+        raise

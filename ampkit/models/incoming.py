@@ -88,6 +88,10 @@ class Incoming:
             self.widen_tensors(params, buffers, optimizers)
             widened.update(params)
         flatten(self._buffers)
+        self._widen_state(optimizers, widened)
+
+    def _widen_state(self, optimizers: Sequence[Any], widened: Container[torch.Tensor]) -> None:
+        """Make the optimizers' state of these parameters float32, and record whose state was float32 already."""
         for optimizer in optimizers:
             for param, state in states_to_cast(optimizer):
                 if param in widened:

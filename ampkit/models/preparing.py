@@ -54,37 +54,9 @@ def _store_weights(
     models: Sequence[nn.Module], kept: Sequence[Kept], plan: Any, loans: Loans, originals: Originals
 ) -> None:
     """Cast the chosen parameters in place. With master weights a rest keeps the float32 value, and the gradient stays float32."""
-    chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
-    for choice in [choice for choice in kept if not fsdp_modules(choice.model)]:  # FSDP2 casts what it gathers
-        for prefix, module in choice.model.named_modules():
-            # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
-            if isinstance(module, torch.jit.ScriptModule) or module in members:
-                continue
-            members[module] = loans
-            for name, param in module._parameters.items():
-                if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
-                    continue
-                why = choice.why_kept(module, param)
-                if why is NOT_TRAINED:
-                    stored[param] = None
-                elif param not in stored and (why is None or param.dtype is not torch.float32):
-                    chosen[param] = f"{prefix}.{name}" if prefix else name
+    chosen = _chosen_weights(kept, loans)
     refuse_shared_memory(models, chosen, plan)
-    if any(param.is_cpu and param.is_shared() for param in chosen):
-        logger.warning(
-            "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
-            "O5, which leaves weights where they are.",
-            plan.opt_level,
-        )
-    values = [] if plan.cast_model_type is not torch.float16 else [param for param in chosen if not param.is_meta]
-    largest = torch.finfo(torch.float16).max
-    if too_large := [param for param in values if bool((param.isfinite() & (param.abs() > largest)).any())]:
-        logger.warning(
-            "%s holds values above 65504, the largest that float16 has (%d tensors do): they are that now. Use bfloat16 (O5), or "
-            "keep_fp32= for the module.",
-            printable(chosen[too_large[0]]),
-            len(too_large),
-        )
+    _warn_of(chosen, plan)
     for param in chosen:
         gradient = param.grad
         originals[param] = (param.data, gradient)
@@ -100,6 +72,45 @@ def _store_weights(
         put_gradient(param, gradient)
         keep_hooks_in_dtype(param)
     flatten(module for model in models for module in model.modules())
+
+
+def _chosen_weights(kept: Sequence[Kept], loans: Loans) -> dict[torch.Tensor, str]:
+    """Return the parameters to cast, with their names, and record which modules and parameters the session has."""
+    chosen: dict[torch.Tensor, str] = {}  # tied weights share one value, also between models
+    for choice in [choice for choice in kept if not fsdp_modules(choice.model)]:  # FSDP2 casts what it gathers
+        for prefix, module in choice.model.named_modules():
+            # A ScriptModule has no weights here (see validation.py), and another one may be part of a model before.
+            if isinstance(module, torch.jit.ScriptModule) or module in members:
+                continue
+            members[module] = loans
+            for name, param in module._parameters.items():
+                if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
+                    continue
+                why = choice.why_kept(module, param)
+                if why is NOT_TRAINED:
+                    stored[param] = None
+                elif param not in stored and (why is None or param.dtype is not torch.float32):
+                    chosen[param] = f"{prefix}.{name}" if prefix else name
+    return chosen
+
+
+def _warn_of(chosen: dict[torch.Tensor, str], plan: Any) -> None:
+    """Warn of weights that leave shared memory, and of values that float16 cannot hold."""
+    if any(param.is_cpu and param.is_shared() for param in chosen):
+        logger.warning(
+            "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
+            "O5, which leaves weights where they are.",
+            plan.opt_level,
+        )
+    values = [] if plan.cast_model_type is not torch.float16 else [param for param in chosen if not param.is_meta]
+    largest = torch.finfo(torch.float16).max
+    if too_large := [param for param in values if bool((param.isfinite() & (param.abs() > largest)).any())]:
+        logger.warning(
+            "%s holds values above 65504, the largest that float16 has (%d tensors do): they are that now. Use bfloat16 (O5), or "
+            "keep_fp32= for the module.",
+            printable(chosen[too_large[0]]),
+            len(too_large),
+        )
 
 
 def restore_weights(loans: Loans, originals: Originals) -> None:
