@@ -140,7 +140,7 @@ class Session:
         for model in models:
             self._records[model] = parameters_now(model)
             watchers[model] = self
-            self.statistics.add(model)
+        self.statistics.add(models)
         self._patch_torch()
         self._prepare_optimizers(optimizers)
         if plan.casts_calls:

@@ -114,9 +114,9 @@ class Block:
         """Close the block, and keep running statistics finite. After an ``error`` put gradients back."""
         if self in open_blocks:
             open_blocks.remove(self)
-        for wrapper in self._held or self.named:
-            if wrapper.owner.statistics.changed:
-                wrapper.owner.statistics.keep_finite()
+        for statistics in {wrapper.owner.statistics: None for wrapper in self._held or self.named}:
+            if statistics.are_there:
+                statistics.keep_finite()
         if error is not None:
             self._put_back()
 

@@ -256,7 +256,8 @@ class Gradients:
     @property
     def are_judged(self) -> bool:
         """Whether the gradients are still the tensors that a block has judged, written to or not."""
-        return self.judged is not None and stored_gradient(self.judged[0].param) is self.judged[1]()
+        gradient = None if self.judged is None else stored_gradient(self.judged[0].param)
+        return gradient is not None and gradient is self.judged[1]()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Multiply every gradient by a coefficient; for weights with rests the step does it."""
@@ -372,7 +373,8 @@ class Findings:
                 self.new.append(finding)
             self._found = finding if before in (None, finding) else FoundInf.any_of([before, finding])
             self._gradients.note_judged()
-            self._judged = seen(self._gradients.params), aliases_taken()
+            if self._judged != ():
+                self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
         """Note a block that names the optimizer. Where only steps check gradients, all ``named`` optimizers skip together."""
@@ -428,7 +430,8 @@ class Findings:
     def forget(self) -> None:
         self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
         self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        self._judged: tuple[Any, int | None] | None = None  # `seen` and `aliases_taken`, when the last block had judged
+        # `seen` and `aliases_taken`, when the last block had judged; () if that has added to gradients that nothing has judged.
+        self._judged: tuple[Any, int | None] | tuple[()] | None = None
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
         self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
         self._gradients.judged = None
@@ -440,11 +443,15 @@ class Findings:
             self.forget()
 
     def zero_skipped(self, closes: bool = False) -> None:
-        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes."""
-        if closes or not self.new:
-            self._drop_of_others()
-            if self._found is not None and not self._found.is_clean:
-                self._gradients.zero_where(self._found.flag)
+        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes.
+
+        Where nothing has judged what a block adds to, the step looks at the sum.
+        """
+        self._drop_of_others()
+        if (closes or not self.new) and self._found is not None and not self._found.is_clean:
+            self._gradients.zero_where(self._found.flag)
+        if not (closes or self._is_settled()):
+            self._judged = ()
 
     def _drop_of_others(self) -> None:
         """Forget the flags of gradients that a script has replaced."""
@@ -470,7 +477,7 @@ class Findings:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
             return False  # a script's own collectives are writes that torch does not count
-        if self._judged is None:
+        if not self._judged:
             return False
         judged, aliases = self._judged
         return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)

@@ -162,6 +162,10 @@ class OptimizerWrapper:
         gradients = self.gradients
         if gradients.stored:
             gradients.stored[0].master.loans.end(refuses=refuses)
+            for slot in gradients.stored:
+                if slot.param.dtype is torch.float32 and not slot.master.was_made_float32:  # p.data = values
+                    slot.master.take_float32(slot.param)
+                    self.advice.tell("assigned", self.owner.plan.opt_level)
         if not gradients.settle(refuses):
             self.findings.drop_cleared()
             return False
@@ -316,7 +320,7 @@ class OptimizerWrapper:
         self.gradients.clip_is_used = True
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
-        if self.owner.statistics.changed:
+        if self.findings.scaler is None and self.owner.statistics.are_there:  # through no block, which has checked
             self.owner.statistics.keep_finite()
         if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()
@@ -328,6 +332,7 @@ class OptimizerWrapper:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        self.follow_groups()
         clears_all = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer(), "set_grad_none", True)
         self.findings.forget()
         self.gradients.clear(set_to_none, clears_all=clears_all)
@@ -354,7 +359,7 @@ class OptimizerWrapper:
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
-        """Give slots to parameters that a script has put into ``param_groups[i]["params"]``. Those it took out keep theirs."""
+        """Hold the gradients of what a script has put into ``param_groups[i]["params"]``, and of nothing else."""
         if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
@@ -362,11 +367,12 @@ class OptimizerWrapper:
                     group["params"] = list(group["params"])
                 params += group["params"]
             if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+                self.settle()
                 self._know_params(params)
 
     def _know_params(self, params: list[Tensor]) -> None:
         self.owner.train(params)
-        known, slots = self.owner.scaling.slots, self.gradients.slots.copy()
+        known, slots = self.owner.scaling.slots, []
         for param in params:
             slot = known.get(id(param))
             if slot is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,37 +23,34 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
-        self.changed: list[_Statistics] = []  # by a training forward, since the last check
         self.additions = -1  # `registry.additions` when the models were last looked through
         self.are_there = False  # whether a model had any then
 
-    def add(self, model: nn.Module) -> None:
-        self._of[model] = _Statistics()
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Save the statistics of these models: a script may train their parts alone."""
+        self._of.update({model: _Statistics() for model in models})
+        self._look_through()
+        for statistics in self._of.values():
+            statistics.keep_finite()
 
     def before_forward(self, model: nn.Module) -> None:
         """Check what earlier forwards have changed, and what this one may change. Called where `are_there`, or may be."""
-        if _tracing() is not None or _transform_level() is not None:
-            return
-        changed = self.changed
-        if changed:
-            self.keep_finite()
-        has_others = self.additions != registry.additions
-        if has_others:
-            self.additions = registry.additions
-            for each, statistics in self._of.items():
-                statistics.look_in(each)
-            self.are_there = any([statistics.places for statistics in self._of.values()])
-        statistics = self._of[model]
-        if any([attributes["training"] for attributes, _ in statistics.places]):
-            if has_others or statistics not in changed:
-                statistics.keep_finite()
-            self.changed.append(statistics)
+        if _tracing() is None and _transform_level() is None:
+            self._look_through()
+            self._of[model].check()
 
     def keep_finite(self) -> None:
-        """Restore finite values in all models that a training forward ran in since the last call."""
-        changed, self.changed = self.changed, []
-        for statistics in changed:
-            statistics.keep_finite()
+        """Restore finite values in all models that were in training mode at the last call, or are now."""
+        self._look_through()
+        for statistics in self._of.values():
+            statistics.check()
+
+    def _look_through(self) -> None:
+        if self.additions != registry.additions:
+            self.additions = registry.additions
+            for model, statistics in self._of.items():
+                statistics.look_in(model)
+            self.are_there = any([statistics.places for statistics in self._of.values()])
 
 
 class _Statistics:
@@ -63,11 +61,19 @@ class _Statistics:
         self.places: list[tuple[dict[str, Any], list[str]]] = []
         self._last: dict[tuple[Any, ...], torch.Tensor] = {}  # by device, dtype and sizes
         self._last_of: dict[tuple[int, str], torch.Tensor] = {}  # views of these, by place
+        self._was_training = False
 
     def look_in(self, model: nn.Module) -> None:
         self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
         self._last_of = {place: last for place, last in self._last_of.items() if place in here}
+
+    def check(self) -> None:
+        """Call `keep_finite` if a training forward may have run since the last check."""
+        is_training = any([attributes["training"] for attributes, _ in self.places])
+        if is_training or self._was_training:
+            self.keep_finite()
+        self._was_training = is_training
 
     @torch.no_grad()
     def keep_finite(self) -> None:
