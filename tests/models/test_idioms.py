@@ -283,15 +283,6 @@ def einsum_of_positions(self, x):
 # Recurrence.
 
 
-@idiom(lambda: dict(of_input=nn.Linear(16, 32), of_hidden=nn.Linear(32, 32), out=nn.Linear(32, 16)), sequences)
-def recurrent_by_hand(self, x):
-    hidden, outputs = torch.zeros(x.shape[0], 32), []
-    for step in x.unbind(1):
-        hidden = torch.tanh(self.of_input(step) + self.of_hidden(hidden))
-        outputs.append(self.out(hidden))
-    return torch.stack(outputs, dim=1)
-
-
 @idiom(lambda: dict(cell=nn.GRUCell(16, 32), out=nn.Linear(32, 16)), sequences)
 def cell_into_zeros(self, x):
     hidden, outputs = torch.zeros(len(x), 32), torch.zeros(x.shape)
@@ -548,7 +539,6 @@ def test_idiom_trains_as_in_float32(name, level):
 COMPILED = [
     "additive mask in forward of -inf",
     "rotary in forward",
-    "recurrent by hand",
     "one hot",
     "house prices",
     "rms norm by hand",
