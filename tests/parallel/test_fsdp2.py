@@ -194,7 +194,7 @@ def test_weights_are_gathered_in_the_precision_that_layers_compute_in(ranks):
     assert (kept["blocks.0.up"][1], kept["blocks.1.up"][1]) == ("torch.float32", "torch.bfloat16")
 
 
-@pytest.mark.parametrize("case", CLIPPED)
+@pytest.mark.parametrize("case", CLIPPED, ids=str)
 def test_gradients_are_clipped_to_any_norm_of_all_shards(ranks, case):
     expected, _ = clipped(None, *case)
     for rank in ranks:
