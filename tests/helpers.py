@@ -386,6 +386,17 @@ def _be_rank(work: Callable[[int], Any], rank: int, count: int, folder: Path) ->
     os._exit(0)
 
 
+def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Plain copies of tensors, gathered where they are sharded."""
+    return {k: getattr(v, "full_tensor", lambda v=v: v)().detach().clone() for k, v in values.items()}
+
+
+def assert_moved_alike(found: dict, expected: dict, start: dict, tolerance: float) -> None:
+    """Assert that weights have come from ``start`` to where the expected ones are, within ``tolerance`` of their way."""
+    one, other = (torch.cat([(v[n].double() - start[n].double()).flatten() for n in start]) for v in (found, expected))
+    assert other.norm() > 0 and (one - other).norm() <= tolerance * other.norm(), (one - other).norm() / other.norm()
+
+
 class Operators(TorchDispatchMode):
     """The names of the operators that run inside."""
 
@@ -418,6 +429,36 @@ class ResNet(nn.Sequential):
 
     def forward(self, x):
         return super().forward(x)
+
+
+class GatedBlock(nn.Module):
+    """A norm, layers, and a buffer that meets lower precision. The gate has one element: of several processes one holds it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gate = nn.Parameter(torch.ones(1))
+        self.register_buffer("scale", torch.full((width,), 0.5))
+
+    def forward(self, x):
+        return x + self.gate * self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class GatedNet(nn.Module):
+    """Two blocks, for FSDP2 to shard, between a layer for 6 numbers and a head of 3."""
+
+    def __init__(self, width=7, batch_norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(GatedBlock(width) for _ in range(2))
+        self.norm, self.head = (nn.BatchNorm1d if batch_norm else nn.LayerNorm)(width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class TwoHeads(nn.Module):

@@ -225,10 +225,6 @@ def test_keep_batchnorm_fp32_is_the_switch_for_all_norms(level, switch, norm):
     assert model(torch.randn(3, 4)).dtype is F32
 
 
-class Head(nn.Linear):
-    """A head with a type of its own, to be named in keep_fp32."""
-
-
 def test_keep_fp32_of_a_tied_weight_keeps_both_ends():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight
@@ -243,13 +239,6 @@ class Affine(nn.BatchNorm1d):
 
     def forward(self, x):
         return x * self.weight + self.bias
-
-
-@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
-def test_batch_norm_with_a_forward_of_its_own_trains_close_to_float32(level):
-    assert_like_float32(
-        nn.Sequential(nn.Linear(2, 2), Affine(2), nn.Linear(2, 2)), torch.tensor([[1.0, -2.0]]), level=level
-    )
 
 
 # Inputs and outputs of forward
@@ -399,26 +388,16 @@ class Encoder(nn.Module):
         return self.second(self.encode(x))
 
 
-@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
-def test_cast_inputs_makes_a_method_cast_like_forward(level):
+@pytest.mark.parametrize("level, outputs", (("O0", F32), ("O1", BF16), ("O2", F32), ("O3", F32), ("O5", BF16)))
+def test_cast_inputs_makes_a_method_cast_like_forward(level, outputs):
     model = Encoder()
     plain, bare = model.encode(X), model.bare(X)
     cast(model, level)
-    outputs = BF16 if level == "O5" else F32
     assert model.encode(X).dtype is outputs and torch.allclose(model.encode(X).float(), plain, atol=0.03)
     assert model(X).dtype is outputs  # forward calls encode, and goes on in lower precision
     assert Encoder.encode.__doc__ == "Apply the first layer." and Encoder.encode.__name__ == "encode"
     found = model.bare(X)  # without it calls are cast, and nothing brings the output back
-    assert found.dtype is BF16 and torch.allclose(found.float(), bare, atol=0.03)
-
-
-@pytest.mark.parametrize("level", ("O0", "O1"))
-def test_cast_inputs_changes_nothing_where_the_model_is_not_cast(level):
-    model = Encoder()
-    with torch.no_grad():
-        plain = model.encode(X)
-        ampkit.initialize(model, opt_level=level, verbosity=0)
-        torch.testing.assert_close(model.encode(X).float(), plain, atol=0 if level == "O0" else 0.03, rtol=0)
+    assert found.dtype is (F32 if level == "O0" else BF16) and torch.allclose(found.float(), bare, atol=0.03)
 
 
 def test_model_inside_another_of_the_same_session_hands_on_lower_precision():
@@ -434,15 +413,39 @@ def test_model_inside_another_of_the_same_session_hands_on_lower_precision():
 
 # Whole models
 
-WHOLE = ("O1", "O2", "O3", "O5")
+#: A model, its inputs, and how far from float32 it may be.
+WHOLE = {
+    "ResNet": (ResNet, lambda: [torch.randn(8, 3, 8, 8)], 0.05),
+    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: [torch.randn(2, 3, 8)] * 3, 0.05),
+    "encoder and decoder": (
+        lambda: nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True),
+        lambda: [*[torch.rand(2, 5, 16)] * 2, None, nn.Transformer.generate_square_subsequent_mask(5)],
+        0.08,
+    ),
+    "own batch norm": (
+        lambda: nn.Sequential(nn.Linear(2, 2), Affine(2), nn.Linear(2, 2)),
+        lambda: [torch.tensor([[1.0, -2.0]])],
+        0.05,
+    ),
+    **{
+        kind.__name__: (
+            lambda kind=kind: kind(3, 4, num_layers=2, batch_first=True, bidirectional=True),
+            lambda: [torch.randn(2, 5, 3)],
+            0.05,
+        )
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
+    },
+}
 
 
-@pytest.mark.parametrize("level", WHOLE)
-@pytest.mark.parametrize("kind", (nn.LSTM, nn.GRU, nn.RNN))
-def test_recurrent_layers_train_close_to_float32(kind, level):
-    assert_like_float32(
-        kind(3, 4, num_layers=2, batch_first=True, bidirectional=True), torch.randn(2, 5, 3), level=level
-    )
+@pytest.mark.parametrize(
+    "kind, level, dtype",
+    [*((kind, level, BF16) for kind in WHOLE for level in ("O1", "O2", "O3", "O5")), ("ResNet", "O2", F16)],
+)
+def test_whole_model_trains_and_evaluates_close_to_float32(kind, level, dtype):
+    make, inputs, tolerance = WHOLE[kind]
+    settings = {} if level in ("O1", "O5") else {"cast_model_type": dtype}
+    assert_like_float32(make(), *inputs(), level=level, tolerance=tolerance, **settings)
 
 
 @pytest.mark.parametrize("level", ("O2", "O5"))
@@ -459,7 +462,7 @@ def test_packed_sequence_goes_through_an_lstm(level):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", (False, True))
-@pytest.mark.parametrize("level", WHOLE)
+@pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
 def test_transformer_encoder_trains_and_evaluates_close_to_float32(level, norm_first):
     # In eval without grad torch takes a fast path of its own, which wants one dtype throughout.
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
@@ -477,25 +480,6 @@ def test_transformer_encoder_trains_and_evaluates_close_to_float32(level, norm_f
     torch.testing.assert_close(found.float(), plain, atol=0.08, rtol=0.08)
 
 
-@pytest.mark.parametrize("level", WHOLE)
-def test_multihead_attention_trains_and_evaluates_close_to_float32(level):
-    x = torch.randn(2, 3, 8)
-    assert_like_float32(nn.MultiheadAttention(8, 2, batch_first=True), x, x, x, level=level)
-
-
-@pytest.mark.parametrize("level", WHOLE)
-def test_encoder_and_decoder_train_and_evaluate_close_to_float32(level):
-    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    mask, x = nn.Transformer.generate_square_subsequent_mask(5), torch.rand(2, 5, 16)
-    assert_like_float32(model, x, x, None, mask, level=level, tolerance=0.08)
-
-
-@pytest.mark.parametrize("level, dtype", (("O1", BF16), ("O2", BF16), ("O3", BF16), ("O5", BF16), ("O2", F16)))
-def test_resnet_trains_close_to_float32(level, dtype):
-    settings = {} if level in ("O1", "O5") else {"cast_model_type": dtype}
-    assert_like_float32(ResNet(), torch.randn(8, 3, 8, 8), level=level, **settings)
-
-
 @pytest.mark.parametrize("given", (F32, F16))
 def test_batch_norm_statistics_are_those_of_float32(given):
     model = nn.Sequential(nn.BatchNorm1d(3))
@@ -507,27 +491,7 @@ def test_batch_norm_statistics_are_those_of_float32(given):
     torch.testing.assert_close(model[0].running_var.double(), 0.9 + 0.1 * exact.var(0), rtol=1e-4, atol=0)
 
 
-def test_base_class_that_wants_arguments_of_its_subclasses_is_no_obstacle():
-    registered = []
-
-    class Registry(nn.Module):
-        def __init_subclass__(cls, *, tag, **kwargs):
-            super().__init_subclass__(**kwargs)
-            registered.append((cls, tag))
-
-    class Tagged(Registry, tag="tagged"):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.layer(x)
-
-    assert cast(Tagged())(X).dtype is F32
-    assert registered == [(Tagged, "tagged")]
-
-
-class Abstract(ABC, nn.Module):
+class Line(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(2, 1)
@@ -536,13 +500,32 @@ class Abstract(ABC, nn.Module):
         return self.fc(x)
 
 
+class Registry(Line):
+    """A base class that wants arguments of its subclasses."""
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        registered.append((cls, tag))
+
+
+registered = []
+
+
+class Tagged(Registry, tag="tagged"):
+    pass
+
+
+class Abstract(ABC, Line):
+    """A model whose first base has no dict."""
+
+
 class Parametric(Generic[TypeVar("T")], Abstract):
     """``Parametric[int]`` is the way to write it; the instances' layout is the same."""
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("cls", [Abstract, Parametric])
-def test_model_whose_first_base_has_no_dict_keeps_its_class(cls, level):
+@pytest.mark.parametrize("cls", [Abstract, Parametric, Tagged])
+def test_model_with_unusual_bases_keeps_its_class(cls, level):
     model = cls()
     expected = model(torch.ones(3, 2))
     model = ampkit.initialize(model, opt_level=level, verbosity=0)
@@ -553,22 +536,4 @@ def test_model_whose_first_base_has_no_dict_keeps_its_class(cls, level):
     assert type(copy.deepcopy(model)) is cls
     ampkit.close()
     assert type(model) is cls and torch.equal(model(torch.ones(3, 2)), expected)
-
-
-class Attends(nn.Linear):
-    def forward(self, x):
-        scores = super().forward(x)
-        self.seen = [
-            nn.functional.softmax(scores, -1).dtype,
-            nn.functional.softmax(scores, -1, dtype=torch.float32).dtype,
-            scores.softmax(-1, torch.float32).dtype,
-        ]
-        return scores
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_dtype_that_a_call_names_is_the_dtype_of_its_result(level):
-    model = Attends(4, 4)
-    ampkit.initialize(model, opt_level=level, verbosity=0)
-    model(torch.rand(2, 4))
-    assert model.seen == [torch.bfloat16, torch.float32, torch.float32]
+    assert registered == [(Tagged, "tagged")]

@@ -171,11 +171,6 @@ def signals(generator):
     return x, x.roll(1, -1)
 
 
-def points(generator):
-    x = torch.randn(32, 6, 3, generator=generator)
-    return x, torch.cdist(x, x).amax((1, 2))[:, None]
-
-
 def observations(generator):
     """Small whole numbers, whose means no precision rounds."""
     x = torch.randint(4, (16, 16), generator=generator).float()
@@ -236,12 +231,12 @@ def attention_by_hand(self, ids):
     return self.head(x + torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2))
 
 
-@idiom(lambda masked: decoder(masked=masked), tokens, classification, variants={"causal": False, "with a mask": True})
-def scaled_dot_product_attention(self, ids):
+@idiom(decoder, tokens, classification)
+def scaled_dot_product_attention_with_a_mask(self, ids):
     x = self.embed(ids)
     q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
-    mask = torch.zeros(12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, -math.inf) if self.masked else None
-    return self.head(x + F.scaled_dot_product_attention(q, k, v, mask, is_causal=not self.masked).squeeze(1))
+    mask = torch.zeros(12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, -math.inf)
+    return self.head(x + F.scaled_dot_product_attention(q, k, v, mask).squeeze(1))
 
 
 # Positions and times.
@@ -273,11 +268,6 @@ def rotary_of_inv_freq(self, x):
     return rotary_attention(self, x, self.inv_freq)
 
 
-@idiom(lambda: projections(theta=inverse_frequencies()), long_sequences)
-def rotary_of_theta(self, x):
-    return rotary_attention(self, x, self.theta)
-
-
 @idiom(projections, long_sequences)
 def rotary_in_forward(self, x):
     return rotary_attention(self, x, inverse_frequencies())
@@ -291,15 +281,6 @@ def einsum_of_positions(self, x):
 
 
 # Recurrence.
-
-
-@idiom(lambda: dict(of_input=nn.Linear(16, 32), of_hidden=nn.Linear(32, 32), out=nn.Linear(32, 16)), sequences)
-def recurrent_by_hand(self, x):
-    hidden, outputs = torch.zeros(x.shape[0], 32), []
-    for step in x.unbind(1):
-        hidden = torch.tanh(self.of_input(step) + self.of_hidden(hidden))
-        outputs.append(self.out(hidden))
-    return torch.stack(outputs, dim=1)
 
 
 @idiom(lambda: dict(cell=nn.GRUCell(16, 32), out=nn.Linear(32, 16)), sequences)
@@ -317,12 +298,6 @@ def cell_into_zeros(self, x):
 @idiom(lambda: dict(w=nn.Parameter(drawn(20, 16) / 4), head=nn.Linear(16, 20)), tokens, classification)
 def one_hot(self, ids):
     return self.head(torch.relu(F.one_hot(ids, 20).float() @ self.w))
-
-
-@idiom(lambda: dict(value=nn.Linear(16, 16)), sequences)
-def einsum_with_float_mask(self, x):
-    mask = torch.ones(12, 12).tril()
-    return torch.einsum("bjd,ij->bid", self.value(x), mask / mask.sum(1, keepdim=True))
 
 
 @idiom(decoder, tokens, classification)
@@ -353,21 +328,7 @@ def mixed_inputs(self, category, x, flag):
     return self.net(torch.cat([self.embed(category), x, flag[:, None].float()], dim=1))
 
 
-# Graphs, sets and geometry.
-
-
-def graphs(generator):
-    nodes = torch.randn(24, 16, generator=generator)
-    edges = (torch.rand(24, 24, generator=generator) < 0.2).float()
-    adjacency = ((edges + edges.T) > 0).float() + torch.eye(24)
-    norm = adjacency.sum(1).rsqrt()
-    adjacency = norm[:, None] * adjacency * norm
-    return nodes, adjacency, adjacency @ nodes[:, :4]
-
-
-@idiom(two_layers, graphs, of_several)
-def graph_convolution(self, x, adjacency):
-    return adjacency @ self.outer(F.relu(torch.matmul(adjacency, self.inner(x))))
+# Sets and geometry.
 
 
 def sets(generator):
@@ -390,12 +351,6 @@ def mixture_of_experts(self, x):
         rows, place = torch.where(chosen == i)
         out.index_add_(0, rows, weights[rows, place, None] * expert(x[rows]))
     return out
-
-
-@idiom(lambda: dict(embed=nn.Linear(3, 8), head=nn.Linear(36, 1)), points)
-def pairwise_distances(self, x):
-    hidden = self.embed(x)
-    return self.head(torch.cdist(hidden, hidden).flatten(1))
 
 
 def locating():
@@ -440,30 +395,7 @@ def house_prices(self, x, price):
     return F.mse_loss(predicted, (price - self.mean) / self.std), predicted * self.std + self.mean
 
 
-def flow_loss(model, x, _):
-    z, log_determinant = model(x * 2)
-    normal = torch.distributions.Normal(torch.zeros(16), torch.ones(16))
-    return -(normal.log_prob(z).sum(1) + log_determinant).mean()
-
-
-@idiom(lambda: dict(nets=nn.ModuleList(mlp(8, 32, 16) for _ in range(4))), vectors, flow_loss)
-def coupling_flow(self, x):
-    log_determinant = torch.zeros(len(x))
-    a, b = x.chunk(2, dim=1)
-    for net in self.nets:
-        scale, shift = net(a).chunk(2, dim=1)
-        a, b = b * torch.exp(torch.tanh(scale)) + shift, a
-        log_determinant = log_determinant + torch.tanh(scale).sum(1)
-    return torch.cat([a, b], dim=1), log_determinant
-
-
-@idiom(lambda: dict(logits=nn.Linear(16, 8), values=nn.Linear(8, 4)), vectors)
-def gumbel_softmax_by_hand(self, x):
-    noise = -torch.log(-torch.log(torch.rand(len(x), 8) + 1e-9) + 1e-9)
-    return self.values(F.softmax((self.logits(x) + noise) / 0.7, dim=-1))
-
-
-# Buffers that count, average and queue.
+# Buffers that count and average.
 
 
 @idiom(lambda: dict(step=torch.tensor(240.0), net=mlp(16, 4), skip=nn.Linear(16, 4)), vectors, buffers={"step": 0})
@@ -471,17 +403,6 @@ def step_counter(self, x):
     self.step += 1
     weight = torch.clamp((self.step - 240) / 30, max=1.0)
     return weight * self.net(x) + (1 - weight) * self.skip(x)
-
-
-@idiom(
-    lambda: dict(decay=torch.tensor(0.999), average=torch.zeros(16), steps=torch.tensor(0), net=mlp(16, 32, 4)),
-    observations,
-    buffers={"decay": 0, "average": 0, "steps": 0},
-)
-def average_with_decay(self, x):
-    self.steps += 1
-    self.average.mul_(self.decay).add_((1 - self.decay) * x.mean(0))
-    return self.net(x - self.average / (1 - self.decay**self.steps))
 
 
 @idiom(
@@ -499,40 +420,20 @@ def running_mean_of_observations(self, x):
 # Parameters that are no layer's, and layers that are not quite their own.
 
 
-@idiom(lambda: dict(gate=nn.Parameter(torch.tensor(0.0)), net=mlp(16, 32, 4), skip=nn.Linear(16, 4)), vectors)
-def scalar_gate(self, x):
-    gate = torch.sigmoid(self.gate)
-    return gate * self.net(x) + (1 - gate) * self.skip(x)
-
-
 @idiom(lambda: dict(gamma=nn.Parameter(torch.full((16,), 1e-2)), norm=nn.LayerNorm(16), net=mlp(16, 16)), sequences)
 def layer_scale(self, x):
     return x + self.gamma * self.net(self.norm(x))
 
 
-@idiom(
-    lambda norm: dict(first=norm(nn.Linear(16, 32)), second=norm(nn.Linear(32, 4))),
-    vectors,
-    variants={
-        "by the old spectral norm": nn.utils.spectral_norm,
-    },
-)
-def reparametrized(self, x):
-    return self.second(F.leaky_relu(self.first(x)))
+@idiom(lambda: {name: nn.utils.spectral_norm(layer) for name, layer in two_layers().items()}, vectors)
+def old_spectral_norm(self, x):
+    return self.outer(F.leaky_relu(self.inner(x)))
 
 
 @idiom(lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="mean"), head=nn.Linear(16, 20)), last_token, classification)
 def embedding_bag(self, ids):
     offsets = torch.arange(0, ids.numel(), ids.shape[1])
     return self.head(self.bag(ids.flatten(), offsets))
-
-
-@idiom(lambda: dict(left=nn.Linear(16, 8), pair=nn.Bilinear(8, 16, 4)), vectors)
-def bilinear(self, x):
-    return self.pair(torch.tanh(self.left(x)), x)
-
-
-# Layers written by hand.
 
 
 @idiom(lambda: two_layers(g=nn.Parameter(torch.ones(32))), vectors)
@@ -551,8 +452,6 @@ def rms_norm_by_hand(self, x):
     sgd,
     variants={
         "and batch norm": lambda: nn.BatchNorm2d(8),
-        "and group norm": lambda: nn.GroupNorm(2, 8),
-        "and instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
         "of each channel": lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8),
     },
 )
@@ -577,16 +476,6 @@ def of_dictionaries(model, batch):
 def dictionaries(self, batch):
     hidden = self.net(batch["x"] * batch["mask"][:, None])
     return {"out": {"logits": hidden + batch["extra"]["bias"]}, "count": batch["mask"].sum()}
-
-
-@idiom(
-    lambda: dict(trunk=mlp(16, 32, 32), heads=nn.ModuleDict({"a": nn.Linear(32, 4), "b": nn.Linear(32, 2)})),
-    vectors,
-    lambda model, x, y: F.mse_loss((found := model(x))["a"], y) + F.l1_loss(found["b"], y[:, :2]),
-)
-def several_heads(self, x):
-    hidden = F.relu(self.trunk(x))
-    return {name: head(hidden) for name, head in self.heads.items()}
 
 
 def encoded_and_decoded(model, x, _):
@@ -621,13 +510,6 @@ def straight_through(self, x):
     return self.outer(RoundStraightThrough.apply(torch.tanh(self.inner(x))))
 
 
-@idiom(lambda: dict(trunk=mlp(16, 32, 32), head=nn.Linear(32, 4)), vectors)
-def float32_region(self, x):
-    x = F.relu(self.trunk(x))
-    with torch.autocast(device_type="cpu", enabled=False):
-        return self.head(x.float())
-
-
 # The tests.
 
 
@@ -657,7 +539,6 @@ def test_idiom_trains_as_in_float32(name, level):
 COMPILED = [
     "additive mask in forward of -inf",
     "rotary in forward",
-    "recurrent by hand",
     "one hot",
     "house prices",
     "rms norm by hand",

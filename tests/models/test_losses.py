@@ -1,17 +1,15 @@
 """Losses of torch beside cast weights: computed in float32 from lower-precision tensors, as under torch.autocast."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import net_with_norm, saved_and_loaded
+from helpers import net_with_norm
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ampkit
-from ampkit.casting import engine
 from ampkit.policy.cast_rules import CastKind
 from ampkit.policy.tables import TABLES
 
@@ -149,16 +147,6 @@ def test_no_float32_copy_of_the_logits_is_saved():
     del model
 
 
-def test_disable_casts_leaves_losses_to_torch():
-    x = drawn(0, 8, 4)
-    model = cast_model()
-    with ampkit.disable_casts():
-        assert F.mse_loss(x, x + 1).dtype is LOW
-    assert F.mse_loss(x, x + 1).dtype is torch.float32
-    assert F.mse_loss(x.double(), x.double()).dtype is torch.float64
-    del model
-
-
 @pytest.mark.parametrize("first_to_close", [0, 1])
 @pytest.mark.parametrize("levels", [("O2", "O2"), ("O1", "O2"), ("O2", "O1"), ("O3", "O5")], ids=str)
 def test_losses_are_cast_until_the_last_session_ends(levels, first_to_close):
@@ -207,44 +195,6 @@ def test_loss_that_o1_refuses_computes_in_float32_of_what_it_is_given(level, low
     torch.testing.assert_close(found.double(), wanted, rtol=0.01, atol=0)
     found.backward(), wanted.backward()
     assert (model.weight.grad.double() - exact.weight.grad).norm() < 0.03 * exact.weight.grad.norm()
-
-
-@pytest.mark.parametrize("first_to_close", [0, 1])
-def test_loss_registered_beside_a_session_at_o2_is_given_back(first_to_close, monkeypatch):
-    monkeypatch.setattr(engine, "_registered", {})
-    before, sessions, models = F.mse_loss, [], [nn.Linear(2, 2), nn.Linear(2, 2)]
-    for level, key, model in zip(("O1", "O2"), ("patch_torch_functions_type", "cast_model_type"), models):
-        ampkit.initialize(model, opt_level=level, verbosity=0, **{key: LOW})
-        sessions.append(ampkit.current_session())
-    ampkit.register_half_function(F, "mse_loss")
-    x = drawn(0, 8, 4)
-    assert F.mse_loss(x.float(), x.float()).dtype is LOW
-    sessions.pop(first_to_close).close()
-    sessions.pop().close()
-    assert F.mse_loss is before
-
-
-class HoldsALoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.loss = nn.Linear(4, 4), F.mse_loss
-
-    def forward(self, x):
-        return self.loss(self.layer(x), x)
-
-
-@pytest.mark.parametrize("levels", [("O2",), ("O1", "O2"), ("O2", "O1")], ids=str)
-def test_model_that_holds_a_loss_is_pickled(levels):
-    plain, x = HoldsALoss(), drawn(0, 8, 4).float()
-    others = [nn.Linear(2, 2) for _ in levels[1:]]
-    for level, model in zip(levels, [plain, *others]):
-        settings = {"patch_torch_functions_type": LOW} if level == "O1" else {"cast_model_type": LOW}
-        ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
-    loaded = saved_and_loaded(plain, weights_only=False), pickle.loads(pickle.dumps(plain))
-    expected = plain(x)
-    for one in loaded:
-        assert one(x).item() == pytest.approx(expected.item(), rel=0.01)
-    assert pickle.loads(pickle.dumps(F.mse_loss)) is F.mse_loss
 
 
 def test_scripts_and_symbolic_traces_have_the_losses():

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, results_of_ranks
+from helpers import as_one_of_two_ranks, assert_moved_alike, results_of_ranks, whole
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +29,6 @@ def net():
 
 
 def prepared(way, wrapper):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = net()
     called = DistributedDataParallel(model) if wrapper == "ddp" else model
     if wrapper == "fsdp2":
@@ -48,50 +49,36 @@ def take_steps(called, optimizer, steps, rank=0, count=1):
         optimizer.step()
 
 
-def whole(model, optimizer):
-    values = float32_state_dict(model, optimizer)
-    return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in values.items()}
+def float32_values(model, optimizer):
+    return whole(float32_state_dict(model, optimizer))
 
 
-def checkpointed(way, rank, count, folder):
-    """Take three steps, a checkpoint, and three steps more; return the float32 values then and now."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
+def continued(way, rank, count, folder):
+    """Take three steps and a checkpoint, or load the one that is there; then three steps. The float32 values before and after."""
     model, called, optimizer = prepared(way, "fsdp2")
-    take_steps(called, optimizer, range(3), rank, count)
+    resumes = (folder / way).exists()
+    if not resumes:
+        take_steps(called, optimizer, range(3), rank, count)
     weights, state = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / way)
-    then = whole(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    if resumes:
+        checkpoint.load(both, checkpoint_id=folder / way)
+        set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    else:
+        checkpoint.save(both, checkpoint_id=folder / way)
+    then = float32_values(model, optimizer)
     take_steps(called, optimizer, range(4, 7), rank, count)
-    return {"then": then, "now": whole(model, optimizer)}
-
-
-def resumed(way, rank, count, folder):
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    model, called, optimizer = prepared(way, "fsdp2")
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    checkpoint.load(loaded, checkpoint_id=folder / way)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    then = whole(model, optimizer)
-    take_steps(called, optimizer, range(4, 7), rank, count)
-    return {"then": then, "now": whole(model, optimizer)}
+    return {"then": then, "now": float32_values(model, optimizer)}
 
 
 def work(rank):
-    folder, count = Path(sys.argv[1]), dist.get_world_size()
-    checkpoints, results = folder.parent / "checkpoints", {}
-    if count == 2 and not checkpoints.exists():
+    folder, count, results = Path(sys.argv[1]), dist.get_world_size(), {}
+    if folder.name == "two":
         for wrapper in ("ddp", "fsdp2"):
             model, called, optimizer = prepared("float32", wrapper)
             take_steps(called, optimizer, range(STEPS), rank, count)
-            results[wrapper] = {"values": whole(model, optimizer), "skipped": optimizer.skipped_steps}
-        dist.barrier()
-        return {**results, **{way: checkpointed(way, rank, count, checkpoints) for way in WAYS}}
-    return {way: resumed(way, rank, count, checkpoints) for way in WAYS}
+            results[wrapper] = {"values": float32_values(model, optimizer), "skipped": optimizer.skipped_steps}
+    return results | {way: continued(way, rank, count, folder.parent / "checkpoints") for way in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +97,10 @@ def test_two_ranks_learn_what_one_does_and_skip_together(runs, wrapper):
     assert [rank["skipped"] for rank in ranks] == [1, 1]
     model, called, optimizer = prepared("float32", "none")
     take_steps(called, optimizer, range(STEPS))
-    start = net().state_dict()
-    for name, value in whole(model, optimizer).items():
+    start = {name: value.float() for name, value in net().state_dict().items()}
+    for name, value in float32_values(model, optimizer).items():
         assert torch.equal(ranks[0]["values"][name], ranks[1]["values"][name])
-        moved, expected = ranks[0]["values"][name] - start[name].float(), value - start[name].float()
-        assert (moved - expected).norm() <= 0.1 * expected.norm()
+        assert_moved_alike(ranks[0]["values"], {name: value}, {name: start[name]}, 0.1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -124,8 +110,7 @@ def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_on_another_number_of_proce
     for name, value in straight["then"].items():
         assert torch.equal(again["then"][name], value) and torch.equal(single["then"][name], value)
         assert torch.equal(again["now"][name], straight["now"][name])
-        moved, expected = single["now"][name] - value, straight["now"][name] - value
-        assert (moved - expected).norm() <= 0.15 * expected.norm()
+        assert_moved_alike(single["now"], straight["now"], {name: value}, 0.15)
 
 
 if __name__ == "__main__":

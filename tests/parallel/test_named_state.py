@@ -74,9 +74,8 @@ def assert_equal_trees(actual, expected):
         elif isinstance(value, torch.Tensor):
             assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
         elif name == "param_groups":  # torch makes lists of tuples that it gathers
-            assert str(actual[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
-                ")", "]"
-            )
+            found, wanted = (str(groups).replace("(", "[").replace(")", "]") for groups in (actual[name], value))
+            assert found == wanted
         else:
             assert actual[name] == value, name
 
@@ -191,9 +190,7 @@ def work(rank):
                 checkpoint.save(both, checkpoint_id=where)
             else:
                 pending = checkpoint.async_save(both, checkpoint_id=where, process_group=of_their_own)
-        on_rank_0 = {}
-        if rank == 0:
-            on_rank_0 = cloned(get_optimizer_state_dict(called, optimizer))
+        on_rank_0 = cloned(get_optimizer_state_dict(called, optimizer)) if rank == 0 else {}
         train(model, optimizer, range(3, 5), called, rank)
         pending.result()
         results[f"{level} straight"] = cloned(model.state_dict())

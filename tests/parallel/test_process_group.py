@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import STORED_BF16, as_one_of_two_ranks, at, backward, net_with_norm, results_of_two_ranks
+from helpers import (
+    STORED_BF16,
+    as_one_of_two_ranks,
+    assert_moved_alike,
+    at,
+    backward,
+    net_with_norm,
+    results_of_two_ranks,
+    whole,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -32,6 +41,13 @@ CASES = [
 ]
 
 
+def begun(level, fused=False, **settings):
+    """Return a model and its optimizer, initialized."""
+    model = net_with_norm()
+    optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    return ampkit.initialize(model, optimizer, verbosity=0, **{**LEVELS.get(level, {"opt_level": level}), **settings})
+
+
 def data(step):
     """Both ranks' batches."""
     drawn = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(step))
@@ -47,10 +63,8 @@ def blocks_of(step, how, rank=None):
 def train(rank, case):
     """Take four steps; rank 1 may meet an infinite loss in the second. Returns weights, skipped steps, and the scales."""
     level, fused, how = case
-    model = net_with_norm()
-    optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
     group = {"loss_scale": "dynamic", "process_group": dist.group.WORLD} if how in IN_GROUPS else {}
-    ampkit.initialize(model, optimizer, verbosity=0, **{**LEVELS[level], **group})
+    model, optimizer = begun(level, fused, **group)
     skipped, scales = [], []
     for step in range(4):
         optimizer.zero_grad()
@@ -67,9 +81,9 @@ def train(rank, case):
         optimizer.step()
         skipped.append(ampkit.step_was_skipped(optimizer))
         scales.append(ampkit.state_dict()["loss_scaler0"]["loss_scale"])
-    result = {"weights": {name: value.clone() for name, value in model.state_dict().items()}}
+    weights = whole(model.state_dict())
     ampkit.close()
-    return {**result, "skipped": skipped, "scales": scales}
+    return {"weights": weights, "skipped": skipped, "scales": scales}
 
 
 HOOKS = {"none": allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -78,10 +92,8 @@ SENT = [("O0", "none"), ("O1", "none"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "
 
 def train_with_hook(rank, level, hook):
     """Take four steps under DDP; rank 1 spoils the second. Returns weights, skipped steps, and the bytes that each step sent."""
-    model = net_with_norm()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = ampkit.DynamicLossScale(init_scale=2.0**8)  # gradients times 2^16 would not fit into a hook's float16
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=rule, verbosity=0)
+    model, optimizer = begun(level, loss_scale=rule)
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(None, HOOKS[hook])
     original, sent, skipped = dist.all_reduce, [0] * 4, []
@@ -99,7 +111,7 @@ def train_with_hook(rank, level, hook):
         optimizer.step()
         skipped.append(ampkit.step_was_skipped(optimizer))
     dist.all_reduce = original
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = whole(model.state_dict())
     ampkit.close()
     return {"weights": weights, "skipped": skipped, "bytes": sent}
 
@@ -135,12 +147,10 @@ def touched(rank, case, level, fused, through_masters):
     group = {"all": dist.group.WORLD, "one": ALONE[rank] if case == "written in a group of one" else None}
     over = TOUCHED[case]
     settings = {} if over is None else {"process_group": group[over.split(",")[0]]}
-    model = net_with_norm()
-    optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, **settings)
+    model, optimizer = begun(level, fused, loss_scale="dynamic", **settings)
     steps = []
     for step in range(3):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+        before = whole(model.state_dict())
         x, y = (part[rank] for part in data(step))
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
@@ -165,9 +175,7 @@ def checks_at_steps(rank, by_hand):
 
     taken, original = [], Gradients.check
     Gradients.check = lambda self, found: taken.append(1) or original(self, found)
-    model = net_with_norm()
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    model, optimizer = begun("O2", fused=True, loss_scale="dynamic")
     parallel = model if by_hand else DistributedDataParallel(model)
     for step in range(2):
         x, y = (part[rank] for part in data(step))
@@ -179,23 +187,18 @@ def checks_at_steps(rank, by_hand):
     return len(taken)
 
 
-def touched_cases():
-    return [
-        (case, level, fused, through_masters)
-        for case in TOUCHED
-        for level in ("O1", "O2", "O5")
-        for fused in (False, True)
-        for through_masters in (False, True)
-    ]
+TOUCHED_CASES = [
+    (case, level, fused, through_masters)
+    for case in TOUCHED
+    for level in ("O1", "O2", "O5")
+    for fused in (False, True)
+    for through_masters in (False, True)
+]
 
 
 def a_rank_without_gradients(rank):
     """Return skips and scales of two iterations with GradScaler; in the first, rank 0 overflows and rank 1 has no gradients."""
-    model = net_with_norm()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ampkit.initialize(
-        model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0, process_group=dist.group.WORLD
-    )
+    model, optimizer = begun("O1", loss_scale="dynamic", process_group=dist.group.WORLD)
     scaler, steps = ampkit.GradScaler("cpu"), []
     for step in range(2):
         optimizer.zero_grad()
@@ -210,23 +213,17 @@ def a_rank_without_gradients(rank):
     return steps
 
 
-def judged_again():
-    rank = dist.get_rank()
-    ALONE[:] = [dist.new_group([one]) for one in range(2)]
-    return {
-        "touched": {str(case): touched(rank, *case) for case in touched_cases()},
-        "checks": {str(by_hand): checks_at_steps(rank, by_hand) for by_hand in (False, True)},
-    }
-
-
+#: The group of each rank alone.
 ALONE = []
 
 
 def work(rank):
     if Path(sys.argv[1]).name.startswith("cases"):
         return {str(case): train(rank, case) for case in CASES}
+    ALONE[:] = [dist.new_group([one]) for one in range(2)]
     return {
-        **judged_again(),
+        "touched": {str(case): touched(rank, *case) for case in TOUCHED_CASES},
+        "checks": {str(by_hand): checks_at_steps(rank, by_hand) for by_hand in (False, True)},
         "hooks": {str(case): train_with_hook(rank, *case) for case in SENT},
         "without gradients": a_rank_without_gradients(rank),
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
@@ -266,10 +263,7 @@ def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
         for x, y in blocks:
             F.mse_loss(twin(x), y).backward()
         optimizer.step()
-    moved, expected = (
-        torch.cat([(values[name] - start[name]).flatten() for name in start]) for values in (rank0, twin.state_dict())
-    )
-    assert (moved - expected).norm() <= tolerance * expected.norm()
+    assert_moved_alike(rank0, twin.state_dict(), start, tolerance)
 
 
 @pytest.mark.slow
@@ -298,7 +292,7 @@ def test_zero_redundancy_optimizer_trains_without_masters_and_is_refused_with_th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", touched_cases())
+@pytest.mark.parametrize("case", TOUCHED_CASES)
 def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(results, case):
     both = case[0] != "written in a group of one"
     for rank, one in enumerate(found["touched"][str(case)] for found in results):
@@ -312,14 +306,11 @@ def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_the
         assert rank["checks"] == {"False": 0, "True": 2}
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make):
-    model = net_with_norm()
-    optimizer = make(model.parameters(), lr=1e-2)
-    settings = {"loss_scale": 8.0, "verbosity": 0, "process_group": group_of_one}
-    ampkit.initialize(model, optimizer, opt_level=level, **settings)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, fused):
+    model, optimizer = begun(level, fused, loss_scale=8.0, process_group=group_of_one)
+    before = whole(model.state_dict())
     for spoiled in (True, False):
         optimizer.zero_grad()
         backward(model(torch.ones(2, 6)).square().mean(), optimizer)
@@ -337,9 +328,7 @@ def test_what_torch_counts_as_no_write_is_looked_for_where_there_are_several_pro
     group_of_one, monkeypatch, processes
 ):
     monkeypatch.setattr(dist, "get_world_size", lambda *_: processes)
-    model = net_with_norm()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    model, optimizer = begun("O1", loss_scale=8.0)
     backward(model(torch.ones(2, 6)).square().mean(), optimizer)
     gradient = model[0].weight.grad
     with torch.autograd._unsafe_preserve_version_counter(gradient):  # as a collective writes

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import as_one_of_two_ranks, backward, results_of_ranks
+from helpers import as_one_of_two_ranks, assert_moved_alike, backward, results_of_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -73,10 +73,6 @@ def parallelized(mesh, sequence):
 def data(step, rank, count):
     drawn = torch.randn(16, 4, 9, generator=torch.Generator().manual_seed(step)).chunk(count)[rank]
     return drawn[..., :6], drawn[..., 6:]
-
-
-def whole(values):
-    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in values.items()}
 
 
 def float32(skipped=()):
@@ -154,9 +150,7 @@ def test_four_ranks_train_as_one_process_in_float32(tmp_path):
             assert all(torch.equal(one["weights"][name], value) for name, value in first["weights"].items()), key
             assert one["skipped"] == [spoiled and step == SPOILED for step in range(STEPS)], key
             assert one["scale"] == first["scale"], key
-        moved = torch.cat([(ranks[0][key]["weights"][name] - start[name]).flatten() for name in start])
-        wanted = torch.cat([(expected[name] - start[name]).flatten() for name in start])
-        assert (moved - wanted).norm() <= tolerance * wanted.norm(), (key, (moved - wanted).norm() / wanted.norm())
+        assert_moved_alike(ranks[0][key]["weights"], expected, start, tolerance)
 
 
 # In one process
