@@ -51,12 +51,6 @@ class Run:
         with self.block(loss, optimizers, **flags) as scaled:
             scaled.backward()
 
-    def gradients(self, loss, model, optimizer):
-        """Return the gradients of this loss alone, ``p.grad`` as it is."""
-        optimizer.zero_grad()
-        self.backward(loss, optimizer)
-        return [p.grad for p in model.parameters()]
-
     def learn(self, loss, optimizer):
         optimizer.zero_grad()
         self.backward(loss, optimizer)

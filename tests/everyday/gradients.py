@@ -51,26 +51,6 @@ def momentum_by_hand(run):
     return {"losses": losses, "weights": way(), "velocity": velocity.values()}
 
 
-@script()
-def svrg(run):
-    model, optimizer, x, y = regression()
-    snapshot = copy.deepcopy(model)
-    of_snapshot = torch.optim.SGD(snapshot.parameters(), lr=0.1)
-    way, losses = way_of(model), []
-    run.begin([model, snapshot], [optimizer, of_snapshot])
-    for _ in range(2):
-        snapshot.load_state_dict(model.state_dict())
-        full = [g.clone() for g in run.gradients(run.error(snapshot, x, y), snapshot, of_snapshot)]
-        for part, wanted in zip(x.split(8), y.split(8)):
-            run.gradients(run.error(snapshot, part, wanted), snapshot, of_snapshot)
-            losses.append(run.error(model, part, wanted))
-            run.gradients(losses[-1], model, optimizer)
-            for p, old, mean in zip(model.parameters(), snapshot.parameters(), full):
-                p.grad.data.sub_(old.grad.data).add_(mean)
-            optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
 class Centred(torch.optim.Optimizer):
     """An optimizer with state like the gradients: RMSprop with a mean, as people write it."""
 
