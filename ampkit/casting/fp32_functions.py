@@ -47,11 +47,11 @@ def saving_the_input(
             return wrapper(*args, **kwargs)
         try:
             arguments = computation.arguments(*args, **kwargs)
-            if arguments is None or not any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
-                return wrapper(*args, **kwargs)
-            return _Float32Inside.apply(computation, original, *arguments)
-        except (TypeError, IndexError, RuntimeError):  # torch's own error says more
-            return wrapper(*args, **kwargs)
+            if arguments is not None and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+                return _Float32Inside.apply(computation, original, *arguments)
+        except (TypeError, IndexError, RuntimeError):
+            pass  # torch's own error says more, and must not have this one as its context
+        return wrapper(*args, **kwargs)
 
     return save_the_input
 

@@ -21,8 +21,7 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.project = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
+        self.project, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
 
     def forward(self, x, positions):
         with torch.autocast("cpu", enabled=False):
@@ -50,21 +49,17 @@ def test_regions_inside_the_model(backend):
     assert (found[2] - exact).abs().max() < 1e-3  # bfloat16 is off by up to 4
 
 
-class Operators(nn.Module):
+class Operators(nn.Linear):
     """A model with casts that dynamo leaves to methods and operators of Tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x):
         return (x @ self.weight).mm(self.weight)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Operators])
+@pytest.mark.parametrize("make", [nn.Linear, Operators])
 def test_regions_around_the_call(make, backend):
-    model = initialized(make())
+    model = initialized(make(8, 8))
 
     def compile_it():
         return torch.compile(model, backend=backend, fullgraph=True)

@@ -51,12 +51,6 @@ class Run:
         with self.block(loss, optimizers, **flags) as scaled:
             scaled.backward()
 
-    def gradients(self, loss, model, optimizer):
-        """Return the gradients of this loss alone, ``p.grad`` as it is."""
-        optimizer.zero_grad()
-        self.backward(loss, optimizer)
-        return [p.grad for p in model.parameters()]
-
     def learn(self, loss, optimizer):
         optimizer.zero_grad()
         self.backward(loss, optimizer)
@@ -89,15 +83,35 @@ def mlp(*sizes, act=nn.Tanh, seed=0):
     return nn.Sequential(*layers[:-1])
 
 
-def learn(run, models, optimizer, loss_of, times=8, of=None, **settings):
-    """Run the loop of most scripts: ``loss_of(index)``, clear, backward, step. Losses, and the way of the weights, or of ``of``."""
+def learn(
+    run,
+    models,
+    optimizer,
+    loss_of,
+    times=8,
+    of=None,
+    edit=lambda: (),
+    backward=None,
+    zero=lambda index: False,
+    **settings,
+):
+    """Run the loop of most scripts: ``loss_of(index)``, which may yield several losses, clear, backward, ``edit()``, step.
+
+    Return losses, the way of the weights, or of ``of``, and what `edit` returns. Gradients become zero instead of None in the
+    iterations that ``zero`` says.
+    """
     models = models if isinstance(models, list) else [models]
-    way, losses = way_of(*models) if of is None else way_of(of), []
+    way, losses, kept = way_of(*models) if of is None else way_of(of), [], []
     run.begin(models, optimizer, **settings)
     for index in range(times):
-        losses.append(loss_of(index))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way()}
+        made = loss_of(index)
+        optimizer.zero_grad(set_to_none=not zero(index))
+        for loss in [made] if isinstance(made, torch.Tensor) else made:
+            losses.append(loss)
+            (backward or run.backward)(loss, optimizer)
+        kept += edit() or ()
+        optimizer.step()
+    return {"losses": losses, "weights": way()} | ({"kept": kept} if kept else {})
 
 
 def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
@@ -109,18 +123,10 @@ def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
 
 
 def stepped(run, edit, times=8, lr=0.05, momentum=0.9, **settings):
-    """Iterate with an edit of the gradients before each step; results of ``edit(model)`` are kept."""
+    """Iterate with ``edit(model)`` of the gradients before each step."""
     model, optimizer, x, y = regression(lr=lr, momentum=momentum, **settings)
-    way, losses, kept = way_of(model), [], []
-    run.begin(model, optimizer)
-    for _ in range(times):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        kept += edit(model) or ()
-        optimizer.step()
-    found = {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
-    return found | {"kept": kept} if kept else found
+    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times, edit=lambda: edit(model))
+    return found | {"gradients": [p.grad for p in model.parameters()]}
 
 
 def noise_of(seed):

@@ -1,9 +1,8 @@
-"""Models that play against each other, averages of weights, learning to learn, rewards, and pairs of views."""
+"""Models that play against each other, averages of weights, learning to learn, preferences, and pairs of views."""
 
 import copy
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from . import ALL, Writer, flat, learn, mlp, noise_of, regression, script, some_tokens, way_of
@@ -56,41 +55,6 @@ def critic_frozen_after_its_forward(run):
     return {"losses": losses, "weights": way()}
 
 
-class Painter(nn.Module):
-    """A generator that returns its picture and the latent behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.mapping, self.painter = mlp(16, 64, 96), mlp(96, 64, 64, seed=1)
-
-    def forward(self, noise):
-        style = self.mapping(noise)
-        return self.painter(style), style
-
-
-@script(ALL)
-def gan_with_path_length(run):
-    generator, critic = Painter(), mlp(64, 96, 1, seed=2)
-    of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, critic))
-    way, noise, losses, mean = way_of(generator, critic), noise_of(3), [], 0.0
-    run.begin([generator, critic], [of_generator, of_critic])
-    for _ in range(5):
-        with run.casts():
-            picture, _ = generator(noise(24, 16))
-            of_real, of_fake = critic(noise(24, 64).sin()).float(), critic(picture.detach()).float()
-        losses.append((F.softplus(-of_real) + F.softplus(of_fake)).mean())
-        run.learn(losses[-1], of_critic)
-        with run.casts():
-            picture, style = generator(noise(24, 16))
-            of_fake = critic(picture).float()
-        (slope,) = torch.autograd.grad((picture * noise(24, 64)).sum(), style, create_graph=True)
-        lengths = slope.float().square().sum(1).sqrt()
-        mean = mean + 0.1 * (lengths.mean().detach() - mean)
-        losses.append(F.softplus(-of_fake).mean() + (lengths - mean).square().mean())
-        run.learn(losses[-1], of_generator)
-    return {"losses": losses, "weights": way()}
-
-
 @script(ALL)
 def wgan_with_a_gradient_penalty(run):
     generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)
@@ -117,54 +81,20 @@ def wgan_with_a_gradient_penalty(run):
 # -- averages of weights
 
 
-@script()
-def average_by_deepcopy_and_lerp(run):
-    model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    run.begin(model, optimizer)
-    average, losses = copy.deepcopy(model).requires_grad_(False), []
-    way, of_average = way_of(model), way_of(average)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), model.parameters()):
-                mean.lerp_(p, 0.1)
-        losses.append(run.error(average, x, y))
-    return {"losses": losses, "weights": way(), "averages": of_average()}
-
-
-@script()
-def averaged_model_of_torch(run):
-    model, optimizer, x, y = regression(lr=0.1, momentum=0.9)
-    run.begin(model, optimizer)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    schedule, losses = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3), []
-    way, of_average = way_of(model), way_of(average)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-        average.update_parameters(model)
-        schedule.step()
-    losses.append(run.error(average, x, y))
-    return {"losses": losses, "weights": way(), "averages": of_average()}
-
-
 @script(ALL)
 def average_through_state_dict(run):
     model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    twin = copy.deepcopy(model)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    average = {name: value.clone() for name, value in model.state_dict().items()}
+    twin, average = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     start = flat(average.values())
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
+
+    def loss_of(_):
         for name, value in model.state_dict().items():
             average[name].mul_(0.9).add_(value, alpha=0.1)
+        return run.error(model, x, y)
+
+    found = learn(run, model, optimizer, loss_of, times=10)
     twin.load_state_dict(average)
-    losses.append(run.error(twin, x, y))
-    return {"losses": losses, "weights": way(), "averages": [flat(average.values()) - start]}
+    return found | {"loss": [run.error(twin, x, y)], "averages": [flat(average.values()) - start]}
 
 
 # -- learning to learn
@@ -198,7 +128,7 @@ def maml(run):
     return learn(run, model, optimizer, loss_of, times=4)
 
 
-# -- language models that are taught preferences, and reinforcement
+# -- language models that are taught preferences
 
 
 @script(ALL)
@@ -222,113 +152,29 @@ def dpo_with_a_frozen_copy(run):
     return learn(run, [policy, reference], optimizer, loss_of, times=6, of=policy)
 
 
-class ActorCritic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(8, 64, 96, act=nn.ReLU)
-        self.actor, self.critic = nn.Linear(96, 4), nn.Linear(96, 1)
-
-    def forward(self, state):
-        hidden = self.body(state).relu()
-        return self.actor(hidden).float(), self.critic(hidden).float().squeeze(-1)
-
-
-def some_steps(count, seed=9):
-    """Return states, acts and returns of a game that somebody has played."""
-    noise = noise_of(seed)
-    states = noise(count, 8)
-    return states, some_tokens(count, seed=seed, tokens=4), states[:, 0] + 0.3 * noise(count)
-
-
-@script(ALL)
-def ppo(run):
-    model = ActorCritic()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    states, acts, returns = some_steps(64)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    with torch.no_grad(), run.casts():
-        scores, values = model(states)
-    before, gains = scores.log_softmax(-1).gather(1, acts[:, None]).squeeze(1), returns - values
-    for batch in (*torch.arange(64).split(16), *torch.arange(64).flip(0).split(16)):
-        with run.casts():
-            scores, values = model(states[batch])
-        chances = torch.distributions.Categorical(logits=scores)
-        ratio = (chances.log_prob(acts[batch]) - before[batch]).exp()
-        gain = gains[batch]
-        bounded = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        loss = -bounded.mean() + 0.5 * F.mse_loss(values, returns[batch]) - 0.01 * chances.entropy().mean()
-        optimizer.zero_grad()
-        run.backward(loss, optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss)
-    return {"losses": losses, "weights": way()}
-
-
-@script(ALL)
-def reinforce_over_many_forwards(run):
-    policy = mlp(8, 64, 96, 4, act=nn.ReLU)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.02)
-
-    def loss_of(episode):
-        terms = []
-        for state, act, gain in zip(*some_steps(60, seed=episode)):
-            with run.casts():
-                scores = policy(state[None])
-            terms.append(-scores.float().log_softmax(-1)[0, act] * gain)
-        return torch.stack(terms).mean()
-
-    return learn(run, policy, optimizer, loss_of, times=2)
-
-
 # -- pairs of views
-
-
-def two_views(count, seed=10):
-    noise = noise_of(seed)
-    for _ in range(count):
-        x = noise(24, 64)
-        yield x + 0.2 * noise(24, 64), x + 0.2 * noise(24, 64)
 
 
 @script()
 def moco_with_a_queue(run):
     encoder = mlp(64, 96, 64)
-    momentum_encoder = copy.deepcopy(encoder).requires_grad_(False)
+    average, noise = copy.deepcopy(encoder).requires_grad_(False), noise_of(10)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3, momentum=0.9)
-    way, of_average, losses = way_of(encoder), way_of(momentum_encoder), []
-    queue = F.normalize(noise_of(11)(64, 96), dim=0)
-    views = list(two_views(6))
-    run.begin([encoder, momentum_encoder], optimizer)
-    for view, other_view in views:
+    of_average, queue = way_of(average), [F.normalize(noise_of(11)(64, 96), dim=0)]
+
+    def loss_of(_):
+        x = noise(24, 64)
+        view, other_view = x + 0.2 * noise(24, 64), x + 0.2 * noise(24, 64)
         with torch.no_grad():
-            for mean, p in zip(momentum_encoder.parameters(), encoder.parameters()):
+            for mean, p in zip(average.parameters(), encoder.parameters()):
                 mean.data = mean.data * 0.9 + p.data * 0.1
         with run.casts():
             q = F.normalize(encoder(view).float(), dim=1)
             with torch.no_grad():
-                k = F.normalize(momentum_encoder(other_view).float(), dim=1)
-        positive, negative = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue.clone())
-        scores = torch.cat([positive, negative], 1) / 0.2
-        losses.append(F.cross_entropy(scores, torch.zeros(len(q), dtype=torch.long)))
-        run.learn(losses[-1], optimizer)
-        queue = torch.cat([queue[:, len(k) :], k.T], 1)
-    return {"losses": losses, "weights": way(), "averages": of_average(), "queue": [queue]}
+                k = F.normalize(average(other_view).float(), dim=1)
+        positive, negative = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue[-1].clone())
+        queue.append(torch.cat([queue[-1][:, len(k) :], k.T], 1))
+        return F.cross_entropy(torch.cat([positive, negative], 1) / 0.2, torch.zeros(len(q), dtype=torch.long))
 
-
-@script(ALL)
-def simclr(run):
-    encoder, head = mlp(64, 96, 64), mlp(64, 64, 32, seed=1)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
-    views = list(two_views(6))
-
-    def loss_of(index):
-        with run.casts():
-            z = F.normalize(head(encoder(torch.cat(views[index])).relu()).float(), dim=1)
-            scores = (z @ z.T).float() / 0.5
-        count = len(z) // 2
-        scores = scores.masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e4)
-        return F.cross_entropy(scores, torch.arange(2 * count).roll(count))
-
-    return learn(run, [encoder, head], optimizer, loss_of, len(views))
+    found = learn(run, [encoder, average], optimizer, loss_of, times=6, of=encoder)
+    return found | {"averages": of_average(), "queue": queue[-1:]}

@@ -9,45 +9,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, flat, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- loops that write weights between two forwards
 
 
 @script()
-def sam(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in model.parameters()]), p=2)
-            before = [p.data.clone() for p in model.parameters()]
-            for p in model.parameters():
-                p.add_(p.grad * (0.1 / (norm + 1e-12)).to(p))
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
-        for p, values in zip(model.parameters(), before):
-            p.data = values
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
 def sgld(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, noise, losses = way_of(model), noise_of(19), []
-    run.begin(model, optimizer)
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
+    noise = noise_of(19)
+
+    def edit(model):
         for p in model.parameters():
             p.data.add_(noise(*p.shape), alpha=3e-4)
-    return {"losses": losses, "weights": way()}
+
+    return stepped(run, edit, times=10, momentum=0.0)
 
 
 class Adapted(nn.Module):
@@ -80,43 +55,41 @@ class Climbing(torch.optim.Optimizer):
         self.base = base(self.param_groups, **settings)
         self.param_groups = self.base.param_groups
 
+    def params(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
     @torch.no_grad()
     def first_step(self):
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for group in self.param_groups for p in group["params"]]), p=2)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["old"] = p.data.clone()
-                p.add_(p.grad * (group["rho"] / (norm + 1e-12)).to(p))
+        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in self.params()]), p=2)
+        for p in self.params():
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (self.defaults["rho"] / (norm + 1e-12)).to(p))
         self.zero_grad()
 
     @torch.no_grad()
     def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old"]
+        for p in self.params():
+            p.data = self.state[p]["old"]
         self.base.step()
         self.zero_grad()
 
     def step(self, closure=None):
-        closure = torch.enable_grad()(closure)
         self.first_step()
-        closure()
+        torch.enable_grad()(closure)()
         self.second_step()
 
 
 @script()
-def sam_as_a_class(run):
+def sam(run):
     model, _, x, y = regression()
     optimizer = Climbing(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     way, losses = way_of(model), []
     run.begin(model, optimizer)
     for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        optimizer.first_step()
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        optimizer.second_step()
+        for step in (optimizer.first_step, optimizer.second_step):
+            losses.append(run.error(model, x, y))
+            run.backward(losses[-1], optimizer)
+            step()
     return {"losses": losses, "weights": way()}
 
 
@@ -140,135 +113,32 @@ def product_of_hessian_and_vector(run):
     return {"losses": losses, "gradients": slopes, "products": products}
 
 
-@script()
-def product_of_hessian_and_vector_by_backward(run):
-    """Take products as `hutchinson` estimates do: backward with a graph, then of the gradients."""
-    model, _, x, y = regression()
-    run.begin(model)
-    params = list(model.parameters())
-    run.error(model, x, y).backward(create_graph=True)
-    slopes = [p.grad for p in params]
-    vector = [noise_of(30)(*p.shape).sign() for p in params]
-    products = torch.autograd.grad(slopes, params, grad_outputs=vector)
-    first = flat(slopes)
-    for p in params:
-        p.grad = None
-    return {"gradients": [first], "products": products}
+def of_two_losses(run, backward):
+    model, optimizer, x, y = regression(lr=0.05)
 
+    def losses_of(_):
+        with run.casts():
+            output = model(x)
+        yield F.mse_loss(output.float(), y), (output.float() - y).abs().mean()
 
-@script()
-def gradients_of_autograd_grad_assigned(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        for p, slope in zip(model.parameters(), torch.autograd.grad(losses[-1], list(model.parameters()))):
-            p.grad = slope
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
-
-
-def two_losses(run, model, x, y):
-    with run.casts():
-        output = model(x)
-    return F.mse_loss(output.float(), y), (output.float() - y).abs().mean()
+    found = learn(run, model, optimizer, losses_of, backward=backward)
+    return found | {"losses": [loss for pair in found["losses"] for loss in pair]}
 
 
 @script(ALL)
 def backward_of_several_losses(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses += two_losses(run, model, x, y)
-        optimizer.zero_grad()
-        torch.autograd.backward(losses[-2:], [torch.tensor(1.0), torch.tensor(0.5)])
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+    weights = [torch.tensor(1.0), torch.tensor(0.5)]
+    return of_two_losses(run, lambda losses, _: torch.autograd.backward(losses, weights))
 
 
 @script(ALL)
 def one_graph_goes_backward_twice(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses += two_losses(run, model, x, y)
-        optimizer.zero_grad()
-        for loss, flag in zip(losses[-2:], (True, False)):
+    def backward(losses, optimizer):
+        for loss, flag in zip(losses, (True, False)):
             with run.block(loss, optimizer) as scaled:
                 scaled.backward(retain_graph=flag)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
 
-
-@script()
-def one_loss_goes_backward_twice(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    run.begin(model, optimizer)
-    loss = run.error(model, x, y)
-    optimizer.zero_grad()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    twice = flat(p.grad for p in model.parameters())
-    loss.backward()
-    return {"twice": [twice], "thrice": [p.grad for p in model.parameters()]}
-
-
-def kept_alias(run, backward):
-    """Keep aliases of ``p.grad``, which show what the next backward passes add."""
-    model, optimizer, x, y = regression(lr=0.05)
-    run.begin(model, optimizer)
-    parts = list(zip(x.split(8), y.split(8)))
-    backward(run.error(model, *parts[0]), optimizer)
-    aliases = [p.grad for p in model.parameters()]
-    first = flat(aliases)
-    for part in parts[1:]:
-        backward(run.error(model, *part), optimizer)
-    return {"first": [first], "aliases": aliases, "gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def alias_kept_over_a_second_backward(run):
-    return kept_alias(run, lambda loss, optimizer: loss.backward())
-
-
-@script()
-def alias_kept_over_a_second_block(run):
-    return kept_alias(run, run.backward)
-
-
-def penalized(run, backward, where):
-    """Add a penalty on the weights themselves to one of four micro-batches."""
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        optimizer.zero_grad()
-        for index, part in enumerate(zip(x.split(8), y.split(8))):
-            loss = run.error(model, *part) / 4
-            if index == where:
-                loss = loss + 0.02 * sum((p**2).sum() for p in model.parameters())
-            backward(loss, optimizer)
-            losses.append(loss)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def penalty_in_the_first_micro_batch(run):
-    return penalized(run, run.backward, 0)
-
-
-@script()
-def penalty_in_the_third_micro_batch(run):
-    return penalized(run, run.backward, 2)
-
-
-@script()
-def penalty_in_the_third_micro_batch_without_blocks(run):
-    return penalized(run, lambda loss, optimizer: loss.backward(), 2)
+    return of_two_losses(run, backward)
 
 
 @script()
@@ -314,57 +184,7 @@ def two_threads_go_backward_at_once(run):
     return {"gradients": [p.grad for p in model.parameters()]}
 
 
-@script()
-def backward_to_some_inputs(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        with run.block(losses[-1], optimizer) as scaled:
-            scaled.backward(inputs=list(model[index % 2 * 2].parameters()), retain_graph=True)
-        run.backward(losses[-1] / 2, optimizer)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def anomalies_looked_for(run):
-    model, optimizer, x, y = regression(lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        with torch.autograd.set_detect_anomaly(index % 2 == 1):
-            for part in zip(x.split(16), y.split(16)):
-                losses.append(run.error(model, *part))
-                run.backward(losses[-1], optimizer)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=index % 3 == 0)
-    return {"losses": losses, "weights": way()}
-
-
 # -- hooks, and gradients that a script puts in or takes out
-
-
-@script()
-def gradients_taken_out_and_put_in(run):
-    times = itertools.count()
-
-    def edit(model):
-        params, kept, way = list(model.parameters()), [p.grad for p in model.parameters()], next(times) % 4
-        for p in params:
-            p.grad = None
-        for p, grad in zip(params, kept):
-            if way == 0:
-                p.grad = grad
-            elif way == 1:
-                p.grad = grad.clone()
-            elif way == 2:
-                del p.grad
-                p.grad = (grad.double() / grad.double().norm() / 10).to(p.dtype)
-
-    return stepped(run, edit, times=11)
 
 
 @script(ALL)
@@ -375,36 +195,6 @@ def masks_by_hooks_before_initialize(run):
         mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
         p.register_hook(lambda grad, mask=mask: grad * mask)
     return learn(run, model, optimizer, lambda _: run.error(model, x, y))
-
-
-@script()
-def hook_that_comes_and_goes(run):
-    model, optimizer, x, y = regression()
-    seen, losses, way = [], [], way_of(model)
-    run.begin(model, optimizer, loss_scale=1.0)
-    for index in range(9):
-        losses.append(run.error(model, x, y))
-        handles = []
-        if index % 3 == 1:
-            for p in model.parameters():
-                handles.append(p.register_hook(lambda grad: seen.append(grad.clone()) or grad * 0.5))
-        run.learn(losses[-1], optimizer)
-        for handle in handles:
-            handle.remove()
-    return {"losses": losses, "weights": way(), "seen": sorted(seen, key=torch.numel)}
-
-
-@script()
-def hook_put_on_between_passes_over_one_graph(run):
-    model, optimizer, x, y = regression()
-    run.begin(model, optimizer)
-    loss = run.error(model, x, y)
-    loss.backward(retain_graph=True)
-    for p in model.parameters():
-        p.register_hook(lambda grad: 1e-3 * grad)
-    for _ in range(60):
-        loss.backward(retain_graph=True)
-    return {"gradients": [p.grad for p in model.parameters()]}
 
 
 class Halves(torch.autograd.Function):
@@ -428,61 +218,41 @@ class Halves(torch.autograd.Function):
 def function_that_leaves_a_weight_out(run):
     _, _, x, y = regression()
     model = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False), mlp(96, 2)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        optimizer.zero_grad()
-        for index, part in enumerate(zip(x.split(16), y.split(16))):
+
+    def losses_of(_):
+        for index, (part, wanted) in enumerate(zip(x.split(16), y.split(16))):
             with run.casts():
-                output = model[2](torch.tanh(Halves.apply(part[0], model[0].weight, model[1].weight, index)))
-            losses.append(F.mse_loss(output.float(), part[1]))
-            run.backward(losses[-1], optimizer)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+                output = model[2](torch.tanh(Halves.apply(part, model[0].weight, model[1].weight, index)))
+            yield F.mse_loss(output.float(), wanted)
+
+    return learn(run, model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, times=6)
 
 
 @script()
 def hooks_of_accumulators(run):
     """Hook the accumulators of gradients, as distributed optimizers do."""
     model, optimizer, x, y = regression(lr=0.05)
-    accumulators, losses, way = [], [], way_of(model)
-    run.begin(model, optimizer, loss_scale=1.0)
-    average = {p: torch.zeros_like(p) for p in model.parameters()}
+    accumulators, average = [], {p: torch.zeros_like(p) for p in model.parameters()}
 
     def look(p, *_):
         average[p].lerp_(p.grad, 0.01)
 
-    for p in model.parameters():
-        accumulators.append(p.expand_as(p).grad_fn.next_functions[0][0])
-        accumulators[-1].register_hook(functools.partial(look, p))
-    for _ in range(10):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "averages": average.values()}
+    def loss_of(index):
+        if index == 0:
+            for p in model.parameters():
+                accumulators.append(p.expand_as(p).grad_fn.next_functions[0][0])
+                accumulators[-1].register_hook(functools.partial(look, p))
+        return run.error(model, x, y)
+
+    return learn(run, model, optimizer, loss_of, times=10, loss_scale=1.0) | {"averages": average.values()}
 
 
-@script()
-def hooks_after_accumulation(run):
-    model, optimizer, x, y = regression()
-    average = {}
-
-    def hook(p):
-        average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
-        p.grad.clamp_(-0.01, 0.01)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-    found = learn(run, model, optimizer, lambda _: run.error(model, x, y), times=12, loss_scale=1.0)
-    return found | {"averages": [average[p] for p in model.parameters()]}
-
-
-@script(("O4", "O5"))
-def steps_in_hooks(run):
+def stepped_in_hooks(run, make, initializes):
+    """Step in hooks, with an optimizer for each parameter, which is passed to initialize or not."""
     model, _, x, y = regression()
-    optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
+    optimizers = {p: make([p]) for p in model.parameters()}
     losses, way = [], way_of(model)
-    run.begin(model, list(optimizers.values()))
+    run.begin(model, list(optimizers.values()) if initializes else None)
 
     def hook(p):
         optimizers[p].step()
@@ -492,28 +262,21 @@ def steps_in_hooks(run):
         p.register_post_accumulate_grad_hook(hook)
     for _ in range(8):
         losses.append(run.error(model, x, y))
-        run.backward(losses[-1], list(optimizers.values()))
+        if initializes:
+            run.backward(losses[-1], list(optimizers.values()))
+        else:
+            losses[-1].backward()
     return {"losses": losses, "weights": way()}
 
 
 @script(("O4", "O5"))
+def steps_in_hooks(run):
+    return stepped_in_hooks(run, lambda params: torch.optim.Adam(params, lr=1e-3), initializes=True)
+
+
+@script(("O4", "O5"))
 def steps_in_hooks_without_initialize(run):
-    """Initialize the model alone."""
-    model, _, x, y = regression()
-    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
-    losses, way = [], way_of(model)
-    run.begin(model)
-
-    def hook(p):
-        optimizers[p].step()
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        losses[-1].backward()
-    return {"losses": losses, "weights": way()}
+    return stepped_in_hooks(run, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), initializes=False)
 
 
 # -- optimizers of torch, given to initialize or not
@@ -523,14 +286,13 @@ def adamw(run, settings, when, whose):
     model, _, x, y = regression()
     other = mlp(4, 2)
     way, losses = way_of(model), []
-    if when == "before":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, **settings)
+    make = functools.partial(torch.optim.AdamW, model.parameters(), lr=2e-3, **settings)
+    optimizer = make() if when == "before" else None
     if whose == "the same model":
         run.begin(model)
     else:
         run.begin(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    if when == "after":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, **settings)
+    optimizer = optimizer or make()
     for _ in range(8):
         losses.append(run.error(model, x, y))
         optimizer.zero_grad()
@@ -552,47 +314,3 @@ for kind, settings in ADAMW.items():
 @script()
 def adafactor(run):
     return learned_by(run, torch.optim.Adafactor, lr=5e-3)
-
-
-@script()
-def grad_scaler_that_is_off(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        run.backward(scaler.scale(losses[-1]), optimizer)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    return {"losses": losses, "weights": way()}
-
-
-@script()
-def asam(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, state = way_of(model), [], {}
-    run.begin(model, optimizer)
-    for _ in range(6):
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            scales = [p.detach().abs().add_(0.01) for p in model.parameters()]
-            for p, scale in zip(model.parameters(), scales):
-                p.grad.mul_(scale)
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() + 1e-16
-            for p, scale in zip(model.parameters(), scales):
-                state[p] = p.grad.mul_(scale).mul_(0.3 / norm)
-                p.add_(state[p])
-        optimizer.zero_grad()
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(state[p])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "weights": way()}

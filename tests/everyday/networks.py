@@ -1,6 +1,7 @@
 """Kinds of networks, of layers and of weights."""
 
 import functools
+import itertools
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from . import ALL, Writer, learn, mlp, noise_of, regression, script, some_tokens, way_of
+from . import ALL, Writer, learn, mlp, noise_of, regression, script, some_tokens
 
 # -- sequences
 
@@ -104,17 +105,17 @@ class Transformer(nn.Module):
 
 def write_on(run, model, times=5):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=times)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(times):
-        losses.append(of_next_tokens(run, model, some_tokens(8, 13, seed=index)))
-        optimizer.zero_grad()
-        run.backward(losses[-1], optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=times + 1)
+
+    def loss_of(index):
+        if index > 0:
+            schedule.step()
+        return of_next_tokens(run, model, some_tokens(8, 13, seed=index))
+
+    def clip():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return {"losses": losses, "weights": way()}
+
+    return learn(run, model, optimizer, loss_of, times, edit=clip)
 
 
 @script(ALL)
@@ -133,44 +134,6 @@ def recomputed_blocks_reentrant(run):
 
 
 # -- images, and layers whose weights are made
-
-
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(24)
-        self.down1, self.down2, self.middle = self.block(3, 16), self.block(16, 32), self.block(32, 32)
-        self.up2, self.up1 = nn.ConvTranspose2d(32, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
-        self.join2, self.join1, self.head = self.block(64, 32), self.block(32, 16), nn.Conv2d(16, 2, 1)
-
-    @staticmethod
-    def block(inputs, outputs):
-        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-    def forward(self, x):
-        one = self.down1(x)
-        two = self.down2(F.max_pool2d(one, 2))
-        x = self.join2(torch.cat([self.up2(self.middle(F.max_pool2d(two, 2))), two], 1))
-        return self.head(self.join1(torch.cat([self.up1(x), one], 1)))
-
-
-@script(ALL)
-def unet_with_batch_norm(run):
-    model = UNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    noise = noise_of(25)
-
-    def loss_of(_):
-        x = noise(6, 3, 16, 16)
-        with run.casts():
-            scores = model(x)
-        return F.cross_entropy(scores.float(), (F.avg_pool2d(x, 3, 1, 1)[:, 0] > 0).long())
-
-    found = learn(run, model, optimizer, loss_of, times=4)
-    model.eval()
-    with torch.no_grad(), run.casts():
-        return found | {"picture": [model(noise(2, 3, 16, 16)).float()]}
 
 
 def with_made_weights(run, make):
@@ -209,33 +172,30 @@ def weight_norm_of_fixed_direction(run):
 
 def four_micro_batches(run, backward):
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer, loss_scale=1.0)
-    for _ in range(5):
-        for index, (part, wanted) in enumerate(zip(x.split(8), y.split(8))):
-            losses.append(run.error(model, part, wanted) / 4)
-            backward(losses[-1], optimizer, index)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "weights": way()}
+
+    def losses_of(_):
+        for part, wanted in zip(x.split(8), y.split(8)):
+            yield run.error(model, part, wanted) / 4
+
+    return learn(run, model, optimizer, losses_of, times=5, backward=backward, loss_scale=1.0)
 
 
 @script(ALL)
 def four_micro_batches_in_blocks(run):
-    return four_micro_batches(run, lambda loss, optimizer, index: run.backward(loss, optimizer))
+    return four_micro_batches(run, run.backward)
 
 
 @script(ALL)
 def four_micro_batches_unscaled_late(run):
-    flags = {"delay_unscale": True}
+    delays = itertools.cycle([True, True, True, False])
     return four_micro_batches(
-        run, lambda loss, optimizer, index: run.backward(loss, optimizer, **(flags if index < 3 else {}))
+        run, lambda loss, optimizer: run.backward(loss, optimizer, **({"delay_unscale": True} if next(delays) else {}))
     )
 
 
 @script(ALL)
 def four_micro_batches_without_blocks(run):
-    return four_micro_batches(run, lambda loss, optimizer, index: loss.backward())
+    return four_micro_batches(run, lambda loss, optimizer: loss.backward())
 
 
 # -- kinds of weights and of layers
@@ -292,43 +252,6 @@ def encoder_of_torch(run):
     return trained(run, model, x, x.roll(1, 1), lr=0.5)
 
 
-class Tables(nn.Module):
-    def __init__(self, **settings):
-        super().__init__()
-        torch.manual_seed(41)
-        self.one, self.bag = nn.Embedding(200, 32, padding_idx=0, **settings), nn.EmbeddingBag(200, 32, mode="mean")
-        self.mix = mlp(64, 96, 2)
-
-    def forward(self, tokens):
-        return self.mix(torch.cat([self.one(tokens).mean(1) + self.one(tokens[:, 3]), self.bag(tokens)], 1))
-
-
-@script()
-def tables_of_words(run):
-    tokens, y = some_tokens(16, 30, tokens=200).sort(1).values, noise_of(42)(16, 2)
-    tokens[:, ::4] = 7
-    tokens[:, :3] = 0
-    return trained(run, Tables(), tokens, y, lr=0.05)
-
-
-@script()
-def sparse_gradients_of_a_table(run):
-    tokens, y = some_tokens(16, 30, tokens=200).sort(1).values, noise_of(42)(16, 2)
-    model = Tables(sparse=True)
-    optimizers = [torch.optim.SparseAdam([model.one.weight], lr=1e-3)]
-    optimizers.append(torch.optim.Adam([p for p in model.parameters() if p is not model.one.weight], lr=1e-3))
-    way, losses = way_of(model), []
-    run.begin(model, optimizers)
-    for _ in range(6):
-        losses.append(run.error(model, tokens, y))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        run.backward(losses[-1], optimizers)
-        for optimizer in optimizers:
-            optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad.to_dense() for p in model.parameters()]}
-
-
 @script()
 def channels_last(run):
     torch.manual_seed(43)
@@ -355,105 +278,15 @@ def prompt_for_a_frozen_model(run):
     model = Transformer().requires_grad_(False)
     prompt = nn.Parameter(0.1 * noise_of(47)(70, 64))
     optimizer = torch.optim.AdamW([prompt], lr=1e-2)
-    start, losses, tokens = prompt.detach().clone(), [], some_tokens(4, 12)
-    run.begin(model, optimizer)
-    for _ in range(5):
+    start, tokens = prompt.detach().clone(), some_tokens(4, 12)
+
+    def loss_of(_):
         with run.casts():
             x = torch.cat([prompt.expand(4, -1, -1), model.table(tokens)], 1)
             for block in model.blocks:
                 x = block(x)
             scores = model.head(model.norm(x[:, 70:-1]))
-        losses.append(F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten()))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": [prompt.detach() - start]}
+        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-
-class Field(nn.Module):
-    """Colours along rays, from cameras whose poses are learned."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(13)
-        self.turns, self.shifts = nn.Embedding(6, 3), nn.Parameter(torch.zeros(6, 3))
-        nn.init.zeros_(self.turns.weight)
-        self.net = mlp(39, 96, 64, 4, act=nn.ReLU)
-
-    def forward(self, cameras, directions):
-        x, y, z = self.turns(cameras).unbind(-1)
-        zero = torch.zeros_like(x)
-        skew = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], -1).view(-1, 3, 3)
-        directions = (torch.matrix_exp(skew) * directions[:, None]).sum(-1)
-        depths = torch.linspace(0.5, 2.0, 6)
-        points = self.shifts[cameras][:, None] + depths[:, None] * directions[:, None]
-        angles = points[..., None] * 2.0 ** torch.arange(6)
-        features = torch.cat([points, angles.sin().flatten(-2), angles.cos().flatten(-2)], -1)
-        *colours, density = self.net(features).float().unbind(-1)
-        opacity = 1 - torch.exp(-F.softplus(density) * 0.3)
-        passed = torch.cumprod(torch.cat([torch.ones(len(opacity), 1), 1 - opacity[:, :-1]], 1), 1)
-        return (torch.stack(colours, -1).sigmoid() * (opacity * passed)[..., None]).sum(1)
-
-
-@script()
-def field_with_learned_cameras(run):
-    model = Field()
-    groups = [{"params": model.net.parameters()}, {"params": [model.turns.weight, model.shifts], "lr": 1e-3}]
-    optimizer = torch.optim.Adam(groups, lr=2e-3)
-    noise, losses = noise_of(14), []
-    way, of_turns, of_shifts = way_of(model.net), way_of(model.turns), model.shifts.detach().clone()
-    run.begin(model, optimizer)
-    for index in range(8):
-        cameras, directions = some_tokens(48, seed=index, tokens=6), F.normalize(noise(48, 3), dim=1)
-        wanted = (3 * directions + cameras[:, None] / 3).sin() / 2 + 0.5
-        with run.casts():
-            colours = model(cameras, directions)
-        losses.append(F.mse_loss(colours, wanted))
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "turns": of_turns(), "shifts": [model.shifts.double() - of_shifts]}
-
-
-class Codes(nn.Module):
-    """A table of codes, in buffers, that follow the averages of what they stand for."""
-
-    def __init__(self):
-        super().__init__()
-        table = 0.3 * noise_of(15)(16, 32)
-        self.register_buffer("table", table)
-        self.register_buffer("counts", torch.ones(16))
-        self.register_buffer("sums", table.clone())
-
-    def forward(self, z):
-        flat_z = z.detach().float()
-        apart = flat_z.square().sum(1, keepdim=True) - 2 * flat_z @ self.table.T + self.table.square().sum(1)
-        chosen = F.one_hot(apart.argmin(1), 16).type_as(flat_z)
-        codes = chosen @ self.table
-        if self.training:
-            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-            self.sums.mul_(0.9).add_(chosen.T @ flat_z, alpha=0.1)
-            self.table.copy_(self.sums / (self.counts + 1e-5)[:, None])
-        return z + (codes.float() - z).detach(), F.mse_loss(z.float(), codes.float().detach())
-
-
-class CodedAutoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder, self.codes = mlp(64, 96, 32), mlp(32, 96, 64, seed=1), Codes()
-
-    def forward(self, x):
-        codes, commitment = self.codes(self.encoder(x))
-        return self.decoder(codes), commitment
-
-
-@script(ALL)
-def vq_vae_with_averaged_codes(run):
-    model = CodedAutoencoder()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    centres = 2 * noise_of(16)(8, 64)
-    way, noise, losses = way_of(model), noise_of(17), []
-    run.begin(model, optimizer)
-    for index in range(6):
-        x = centres[some_tokens(48, seed=index, tokens=8)] + 0.1 * noise(48, 64)
-        with run.casts():
-            output, commitment = model(x)
-        losses.append(F.mse_loss(output.float(), x) + 0.25 * commitment.float())
-        run.learn(losses[-1], optimizer)
-    return {"losses": losses, "weights": way(), "codes": [model.codes.table]}
+    found = learn(run, model, optimizer, loss_of, times=5)
+    return {"losses": found["losses"], "weights": [prompt.detach() - start]}

@@ -1,8 +1,6 @@
 """O1's wrappers in C++, which behave as the wrappers in Python."""
 
 import gc
-import inspect
-import pickle
 import sys
 import tracemalloc
 import weakref
@@ -35,46 +33,6 @@ def w():
     return nn.Parameter(torch.linspace(0, 1, 9).reshape(3, 3))
 
 
-# -- the shape of a wrapper
-
-
-SHAPES = [
-    # owner, name, what torch has there
-    (torch, "mm", "builtin"),
-    (F, "linear", "builtin"),
-    (torch._VF, "lstm", "builtin"),
-    (torch.Tensor, "mm", "method"),
-    (torch.Tensor, "__matmul__", "method"),
-    (torch.Tensor, "norm", "function"),
-    (torch.Tensor, "__rmatmul__", "function"),
-    (F, "softmax", "function"),
-    (torch, "einsum", "function"),
-]
-
-
-def test_wrapper_keeps_a_name_that_it_is_not_found_under():
-    original = torch.linalg.inv
-    assert original.__name__ == "linalg_inv"
-    with o1():
-        assert torch.linalg.inv is not original and torch.linalg.inv.__name__ == "linalg_inv"
-        assert torch.linalg.inv(torch.eye(2, dtype=torch.bfloat16) * 4)[0, 0].item() == 0.25
-        assert pickle.loads(pickle.dumps(torch.linalg.inv)) is torch.linalg.inv
-
-
-@pytest.mark.parametrize(("owner", "name", "shape"), SHAPES, ids=str)
-def test_wrapper_is_of_the_kind_that_torch_has_there(owner, name, shape):
-    kind = {"builtin": inspect.isbuiltin, "method": inspect.ismethoddescriptor, "function": inspect.isfunction}[shape]
-    original = getattr(owner, name)
-    assert kind(original)
-    with o1():
-        wrapper = getattr(owner, name)
-        assert wrapper is not original and kind(wrapper)
-        if shape == "method":
-            assert wrapper.__objclass__ is torch.Tensor
-        else:
-            assert wrapper.__module__ == ("torch" if owner is torch.Tensor else owner.__name__)
-
-
 def test_bound_and_unbound_methods_cast(w):
     with o1():
         bound = a().mm
@@ -94,9 +52,6 @@ def test_kept_wrapper_is_inert_between_engines_and_serves_the_next():
     assert mm(a(), a()).dtype is torch.float32
 
 
-# -- calls that C++ leaves to Python, and behaviour of both
-
-
 def test_engine_that_closes_in_the_midst_of_a_call_is_survived(w):
     class Closing(torch.Tensor):
         @classmethod
@@ -114,13 +69,10 @@ def test_engine_that_closes_in_the_midst_of_a_call_is_survived(w):
 
 CALLS = {
     "keywords": lambda x, w: F.linear(input=x, weight=w, bias=w[0]),
-    "bias by keyword": lambda x, w: F.linear(x, w, bias=w[0]),
     "out": lambda x, w: torch.mm(x, w, out=torch.empty(3, 3)),
-    "out None": lambda x, w: torch.mm(x, w, out=None),
     "container": lambda x, w: torch.linalg.multi_dot([x, w, x]),
     "sizes": lambda x, w: F.conv1d(x[None], w[None], stride=[1], padding=(1,)),
     "dtype": lambda x, w: torch.softmax(x.bfloat16(), 0, dtype=torch.float64),
-    "dtype None": lambda x, w: torch.softmax(x.bfloat16(), 0, dtype=None),
     "float32 function": lambda x, w: torch.exp(x.half()),
     "promotion": lambda x, w: torch.dot(x[0], w[0].bfloat16()),
     "no promotion": lambda x, w: torch.dot(x[0].bfloat16(), w[0].bfloat16()),
@@ -130,17 +82,13 @@ CALLS = {
     "float64": lambda x, w: torch.mm(x.double(), w.double()),
     "mixed with float64 after a cast": lambda x, w: torch.mm(x, w.double()),
     "integers": lambda x, w: torch.mm(x.long(), x.long()),
-    "complex": lambda x, w: torch.mm(x.to(torch.complex64), x.to(torch.complex64)),
     "requires_grad": lambda x, w: torch.addmm(w, x, w, beta=2),
     "many arguments": lambda x, w: torch.einsum("ij," * 29 + "ij->ij", *[x] * 30),
     "wrong number": lambda x, w: torch.mm(x),
-    "wrong type": lambda x, w: torch.mm(x, "text"),
     "wrong keyword": lambda x, w: torch.mm(x, nothing=w),
     "wrong shape": lambda x, w: x @ w[:2],
     "refused": lambda x, w: x.half().exp_(),
-    "refused by keyword": lambda x, w: torch.exp_(input=x.half()),
     "banned": lambda x, w: F.binary_cross_entropy(x.bfloat16().abs(), x.abs()),
-    "not banned": lambda x, w: F.binary_cross_entropy(x.abs(), x.abs()),
     "sparse": lambda x, w: torch.mm(x.to_sparse(), w),
     "meta": lambda x, w: torch.mm(x.to("meta"), w.to("meta")),
 }
@@ -169,21 +117,18 @@ def test_call_has_the_same_outcome_in_both_languages(name):
 
 
 def test_dispatch_mode_sees_every_cast(casting, w):
-    class Casts(TorchDispatchMode):
-        count = 0
+    seen = []
 
+    class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += func is torch.ops.aten._to_copy.default
+            seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    x = a()
-    torch.mm(x, w)
-    with Casts() as casts:
-        torch.mm(x, w)
-    assert casts.count == 2, "a cast of before was used, which what is recorded does not contain"
-    with FlopCounterMode(display=False) as flops:
-        torch.mm(x, w)
-    assert flops.get_total_flops() == 2 * 27
+    torch.mm(a(), w)
+    with Recording(), FlopCounterMode(display=False) as flops:
+        torch.mm(a(), w)
+    # A cast of before would be missing from what is recorded.
+    assert seen.count(torch.ops.aten._to_copy.default) == 2 and flops.get_total_flops() == 2 * 27
 
 
 def test_make_fx_with_real_tensors_contains_the_cast_of_a_cached_weight(casting, w):
@@ -206,9 +151,9 @@ def test_device_type_added_later_counts(casting):
 # -- references
 
 
-def arguments():
-    image, kernel = torch.rand(1, 2, 3, 3), nn.Parameter(torch.rand(2, 2, 1, 1))
-    return a(), nn.Parameter(a()), image, kernel
+def failing_product(x, w, i, k):
+    with pytest.raises(RuntimeError):
+        torch.mm(x, w[:2])
 
 
 LOOPS = {
@@ -220,24 +165,14 @@ LOOPS = {
     "to float32": lambda x, w, i, k: torch.exp(x.bfloat16()),
     "python function": lambda x, w, i, k: F.softmax(x.bfloat16(), -1),
     "slow path": lambda x, w, i, k: torch.mm(x, w, out=torch.empty(3, 3, dtype=LOW)) if not w.requires_grad else None,
+    "error": failing_product,
     "shared activation": lambda x, w, i, k: (lambda h: (F.linear(h, w), F.linear(h, w)))(x * w),
 }
 
 
-def failing(call):
-    def fails(*args):
-        with pytest.raises(RuntimeError):
-            call(*args)
-
-    return fails
-
-
-LOOPS["error"] = failing(lambda x, w, i, k: torch.mm(x, w[:2]))
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_calls_leave_no_references_behind(name):
-    call, args = LOOPS[name], arguments()
+    call, args = LOOPS[name], (a(), nn.Parameter(a()), torch.rand(1, 2, 3, 3), nn.Parameter(torch.rand(2, 2, 1, 1)))
     with o1():
         for _ in range(3):
             call(*args)
@@ -261,7 +196,7 @@ def test_calls_leave_no_references_behind(name):
 
 
 def test_closed_engine_is_freed():
-    with o1() as casting:
+    with o1() as casting, casting.caches.call():
         nn.Linear(2, 2)(torch.rand(1, 2))
         x = torch.rand(2, 2, requires_grad=True) * 2
         kept = torch.mm(x, x)

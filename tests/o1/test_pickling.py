@@ -1,4 +1,4 @@
-"""Functions of torch are pickled while they are wrapped: the originals that scripts hold, and the wrappers."""
+"""Functions of torch are pickled while they are wrapped, and workers of a DataLoader make the batches of a script without O1."""
 
 import functools
 import io
@@ -7,84 +7,28 @@ import pickle
 
 import pytest
 import torch
-from helpers import o1
+from helpers import o1, others_slow
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ampkit
 
 pytestmark = pytest.mark.switch
 
-X = torch.linspace(-2.0, 2.0, 6).reshape(2, 3)
-W = torch.linspace(-1.0, 1.0, 9).reshape(3, 3)
-FUNCTIONS = [(F, "linear"), (F, "softmax"), (torch, "mm"), (torch.Tensor, "matmul"), (torch.Tensor, "norm")]
-
-
-class Holder:
-    def __init__(self, function):
-        self.function = function
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("owner, name", FUNCTIONS, ids=lambda x: getattr(x, "__name__", x))
-def test_originals_and_wrappers_are_pickled(owner, name, protocol):
-    original = getattr(owner, name)
-    held = [[[Holder(original)]]]
-    with o1():
-        wrapper = getattr(owner, name)
-        written = pickle.dumps([held, wrapper, Holder(wrapper)], protocol)
-        file = io.BytesIO()
-        pickle.Pickler(file, protocol).dump([held, wrapper, Holder(wrapper)])
-        pure = pickle._dumps([held, wrapper, Holder(wrapper)], protocol)
-        inside = pickle.loads(written)
-        assert inside[1] is inside[2].function is wrapper
-    for stream in (written, file.getvalue(), pure):
-        assert b"ampkit" not in stream  # so that it loads where there is none
-        [[[outer]]], bare, last = pickle.loads(stream)
-        x = X[:, :2] if name == "mm" else X
-        arguments = {"linear": (X, W), "mm": (x, x), "matmul": (X, W), "softmax": (X, -1), "norm": (X,)}[name]
-        for function in (outer.function, bare, last.function):
-            assert torch.equal(function(*arguments), original(*arguments))
-        assert bare is last.function is original
-
 
 def test_model_is_saved_and_loaded_while_patched():
     model = nn.Linear(3, 3)
-    model.act, unreachable = F.softplus, Holder([Holder(F.softmax)])
-    softplus_before, softmax_before = F.softplus, F.softmax
+    model.act = softplus_before = F.softplus
+    unreachable, softmax_before = [functools.partial(F.softmax)], F.softmax
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     file = io.BytesIO()
     torch.save([model, unreachable], file)
     ampkit.close()
     file.seek(0)
-    loaded, holder = torch.load(file, weights_only=False)
-    assert loaded.act is softplus_before and holder.function[0].function is softmax_before
+    loaded, [partial] = torch.load(file, weights_only=False)
+    assert loaded.act is softplus_before and partial.func is softmax_before
     assert torch.equal(loaded.weight, model.weight)
-
-
-class Transformed(Dataset):
-    def __init__(self, transform):
-        self.transform = transform
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.transform(X + index)
-
-
-@pytest.mark.slow
-def test_spawned_workers_take_originals_and_wrappers():
-    functions = [functools.partial(F.softmax, dim=-1)]
-    expected = torch.stack([functions[0](X + index) for index in range(4)])
-    hidden = Transformed(Holder(functools.partial(F.softmax, dim=-1)).function)
-    with o1():
-        shown = Transformed(functools.partial(F.softmax, dim=-1))
-        for dataset in (hidden, shown):
-            loader = DataLoader(dataset, 4, num_workers=1, multiprocessing_context=multiprocessing.get_context("spawn"))
-            [batch] = list(loader)
-            assert torch.equal(batch, expected)
 
 
 def test_picklers_are_given_back():
@@ -114,3 +58,59 @@ def test_wrapper_of_a_built_in_that_a_script_kept_is_pickled_after_close():
     with o1():
         kept = [F.gelu, torch.mm, torch.Tensor.matmul]
     assert pickle.loads(pickle.dumps(kept)) == [F.gelu, torch.mm, torch.Tensor.matmul]
+
+
+def blur(index):
+    image = torch.arange(16.0).reshape(1, 1, 4, 4) * 0.1 + index
+    return torch.nn.functional.conv2d(image, torch.full((1, 1, 3, 3), 0.1))
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return blur(index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return (blur(index) for index in range(4) if worker is None or index % 2 == worker.id)
+
+
+def collate(samples):
+    return torch.cat(samples) @ torch.eye(2)
+
+
+@pytest.mark.parametrize("context", others_slow("fork", of=["fork", "spawn"]))
+def test_batches_of_0_and_2_workers_are_bit_identical(context):
+    expected = list(DataLoader(Images(), batch_size=2, collate_fn=collate))
+    with o1():
+        here = list(DataLoader(Images(), batch_size=2, collate_fn=collate))
+        there = list(DataLoader(Images(), 2, collate_fn=collate, num_workers=2, multiprocessing_context=context))
+        assert blur(0).dtype is torch.bfloat16, "casting is off in the main process"
+    for plain, zero, two in zip(expected, here, there, strict=True):
+        assert zero.dtype is two.dtype is torch.float32
+        assert torch.equal(plain, zero)
+        assert torch.equal(plain, two)
+
+
+def test_batches_of_a_stream_are_uncast():
+    expected = list(DataLoader(Stream(), batch_size=2))
+    with o1():
+        batches = []
+        for batch in DataLoader(Stream(), batch_size=2):
+            batches.append(batch)
+            assert blur(0).dtype is torch.bfloat16, "casting stayed off between two batches"
+    assert all(torch.equal(plain, batch) for plain, batch in zip(expected, batches, strict=True))
+
+
+def test_casting_is_on_again_after_a_transform_failed():
+    def fail(batch):
+        raise KeyError
+
+    with o1():
+        with pytest.raises(KeyError):
+            next(iter(DataLoader(Images(), collate_fn=fail)))
+        assert blur(0).dtype is torch.bfloat16

@@ -174,12 +174,6 @@ def test_rows_of_apex_are_kept_under_every_policy(policy, table, kind):
     assert [pair for pair in pairs if found.get(pair) is not kind] == []
 
 
-def test_products_with_a_vector_are_lower_precision_under_apex_only():
-    for owner in ("torch", "torch.Tensor"):
-        for name in ("mv", "addmv", "addr"):
-            assert rows("apex")[owner, name] is LOWER and rows("default")[owner, name] is PROMOTE
-
-
 @pytest.mark.parametrize("key", MACROS)
 def test_autocast_policy_agrees_with_torchs_header(key):
     table = rows("autocast-cuda")
@@ -200,18 +194,3 @@ def in_place(name: str) -> bool:
 def test_in_place_functions_never_have_their_tensor_cast(policy):
     kinds = {kind for (_, name), kind in rows(policy).items() if in_place(name)}
     assert kinds == {NATIVE, MATCH_FIRST, REJECT}
-
-
-def test_torchs_test_lists_name_nothing_without_a_row():
-    from autocast_lists import lists
-
-    covered = {name for _, name in rows("default")}
-    named = set()
-    for case in (lists.AutocastTestLists("cpu"), lists.AutocastCPUTestLists("cpu")):
-        for attribute, entries in vars(case).items():
-            assert isinstance(entries, list), attribute
-            named |= {entry[0] for entry in entries}
-    assert len(named) > 100
-    reached = {name for operator in named for _, name in spellings(operator)} | {"__div__"}
-    assert sorted(name for name in named if name not in covered and not spellings(name)) == []
-    assert sorted(reached - covered) == []

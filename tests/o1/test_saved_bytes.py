@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ResNet, backward, o1, others_slow
+from everyday import Run
+from helpers import ResNet, o1, others_slow
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-import ampkit
 from ampkit.casting.cpp_wrappers import library
 
 
@@ -32,43 +32,34 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Gpt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.blocks = nn.Embedding(1000, 64), nn.Sequential(Block(), Block())
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 1000, bias=False)
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.blocks(self.tokens(tokens)))).flatten(0, 1)
-
-
-class Lstm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(32, 64, num_layers=2, batch_first=True), nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-def mlp():
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers)
+def gpt():
+    table, head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+    return nn.Sequential(table, Block(), Block(), nn.LayerNorm(64), head, nn.Flatten(0, 1))
 
 
 # A model, its input, its loss, and what it may keep as a part of what it keeps under torch.autocast. Without the wrappers in C++
 # query, key and value have casts of their own, as under torch.autocast.
 CASES = {
     "transformer block": (Block, lambda: torch.randn(2, 64, 64), lambda y: y.square().mean(), 0.95),
-    "gpt": (Gpt, lambda: torch.arange(256).view(4, 64), lambda y: F.cross_entropy(y, torch.arange(256)), 0.95),
-    "mlp": (mlp, lambda: torch.randn(32, 64), lambda y: F.mse_loss(y, torch.ones(32, 64)), 1.0),
+    "gpt": (gpt, lambda: torch.arange(256).view(4, 64), lambda y: F.cross_entropy(y, torch.arange(256)), 0.95),
+    "mlp": (
+        lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU()))),
+        lambda: torch.randn(32, 64),
+        lambda y: F.mse_loss(y, torch.ones(32, 64)),
+        1.0,
+    ),
     "convolutions": (
         ResNet,
         lambda: torch.randn(8, 3, 8, 8),
         lambda y: F.cross_entropy(y, torch.arange(8) % 4),
         1.0,
     ),
-    "lstm": (Lstm, lambda: torch.randn(4, 16, 32), lambda y: F.cross_entropy(y, torch.arange(4)), 1.0),
+    "lstm": (
+        lambda: nn.LSTM(32, 64, num_layers=2, batch_first=True),
+        lambda: torch.randn(4, 16, 32),
+        lambda y: F.cross_entropy(y[0][:, -1], torch.arange(4)),
+        1.0,
+    ),
 }
 
 
@@ -122,40 +113,26 @@ def peak_bytes(step):
     return peak
 
 
-def steps_of_autocast(model, optimizer, x, loss_of):
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model(x))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
-def steps_of_o1(model, optimizer, x, loss_of):
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
-
-    def step():
-        optimizer.zero_grad()
-        backward(loss_of(model(x)), optimizer)
-        optimizer.step()
-
-    return step
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("case", others_slow("transformer block", of=CASES))
 def test_a_training_step_needs_no_more_memory_than_under_autocast(case):
     make, inputs, loss_of, _ = CASES[case]
-    peaks = []
-    for steps_of in (steps_of_autocast, steps_of_o1):
-        model = make()
-        step = steps_of(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), inputs(), loss_of)
+
+    def peak(run):
+        model, x = make(), inputs()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        run.begin(model, optimizer)
+
+        def step():
+            optimizer.zero_grad()
+            with run.casts():
+                loss = loss_of(model(x))
+            run.backward(loss, optimizer)
+            optimizer.step()
+
         for _ in range(2):
             step()  # state of the optimizer is made
-        peaks.append(min(peak_bytes(step) for _ in range(3)))  # libraries make buffers of their own now and then
-    assert 0 < peaks[1] <= 1.02 * peaks[0]
+        return min(peak_bytes(step) for _ in range(3))  # libraries make buffers of their own now and then
+
+    under_autocast = peak(Run("autocast"))
+    assert 0 < peak(Run("O1")) <= 1.02 * under_autocast

@@ -11,24 +11,14 @@ import torch
 from ampkit.casting.tensors import cast_floating, map_tensors
 
 Point = namedtuple("Point", "x y")
+Box, FrozenBox, SlottedBox = (
+    dataclasses.make_dataclass("Box", [("data", torch.Tensor), ("label", str, "box")], **settings)
+    for settings in ({}, {"frozen": True}, {"frozen": True, "slots": True})
+)
 
 
-@dataclasses.dataclass
-class Box:
-    data: torch.Tensor
-    label: str = "box"
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenBox:
-    data: torch.Tensor
-    label: str = "box"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlottedBox:
-    data: torch.Tensor
-    label: str = "box"
+class Weights(list):
+    pass
 
 
 @dataclasses.dataclass
@@ -62,10 +52,6 @@ class Tokens(UserDict):
         return self
 
 
-class Weights(list):
-    pass
-
-
 CONTAINERS = {
     "list": (lambda t: [1, t], lambda c: c[1]),
     "list subclass": (lambda t: Weights([t]), lambda c: c[0]),
@@ -84,10 +70,7 @@ CONTAINERS = {
     "set": (lambda t: {t}, lambda c: next(iter(c))),
     "frozenset": (lambda t: frozenset({t}), lambda c: next(iter(c))),
     "deque": (lambda t: deque([t], maxlen=3), lambda c: c[0]),
-    "packed sequence": (
-        lambda t: torch.nn.utils.rnn.pack_sequence([t, t[:1]]),
-        lambda c: c.data,
-    ),
+    "packed sequence": (lambda t: torch.nn.utils.rnn.pack_sequence([t, t[:1]]), lambda c: c.data),
     "batch class": (lambda t: Batch(t), lambda c: c.image),
     "nested": (lambda t: {"a": [Point((t,), 2)]}, lambda c: c["a"][0].x[0]),
 }
@@ -120,6 +103,9 @@ def test_map_tensors_keeps_what_else_a_container_holds():
     assert cast_floating(deque([torch.rand(1)], maxlen=3), torch.float16).maxlen == 3
     output = cast_floating(ModelOutput(logits=torch.rand(1)), torch.float16)
     assert output["logits"] is output.logits
+    value = [torch.rand(1)]
+    value.append(value)  # a list that holds itself
+    assert cast_floating(value, torch.bfloat16)[0].dtype is torch.bfloat16
 
 
 def test_map_tensors_leaves_what_is_no_container():
@@ -131,19 +117,10 @@ def test_map_tensors_leaves_what_is_no_container():
     assert next(generator).dtype is torch.float32, "the generator was consumed"
 
 
-def test_map_tensors_survives_a_list_that_holds_itself():
-    value = [torch.rand(1)]
-    value.append(value)
-    assert cast_floating(value, torch.bfloat16)[0].dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8])
-def test_cast_floating_leaves_other_dtypes(dtype):
-    tensor = torch.ones(2, dtype=dtype)
-    assert cast_floating([tensor], torch.bfloat16)[0] is tensor
-
-
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
-def test_cast_floating_casts_between_all_pairs(source, target):
+def test_cast_floating_casts_between_all_pairs_and_leaves_other_dtypes(source, target):
     assert cast_floating(torch.ones(2, dtype=source), target).dtype is target
+    for other in (torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8):
+        tensor = torch.ones(2, dtype=other)
+        assert cast_floating([tensor], target)[0] is tensor

@@ -1,5 +1,6 @@
 """torchvision's operators and detection models, at every level: boxes are compared and moved in float32."""
 
+import contextlib
 import itertools
 import sys
 
@@ -25,16 +26,24 @@ def boxes():
     return torch.cat([corners, corners + 4], 1).bfloat16()
 
 
-def scores():
-    return torch.rand(10, generator=torch.Generator().manual_seed(1)).bfloat16()
+def numbers(*shape, seed=1):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def image():
-    return torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+SCORES, IMAGE = numbers(10).bfloat16(), numbers(1, 4, 16, 16).bfloat16() - 0.5
+ROIS = torch.cat([torch.zeros(10, 1), boxes().float()], 1)
 
 
-def rois():
-    return torch.cat([torch.zeros(10, 1), boxes().float()], 1)
+@contextlib.contextmanager
+def session(level):
+    """A session of a model that uses no operator; `LOW` is the lower precision of each level."""
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings_of(level))
+    yield model
+    ampkit.close()
+
+
+def settings_of(level):
+    return {"O1": {"patch_torch_functions_type": LOW}, "O2": {"cast_model_type": LOW}}.get(level, {})
 
 
 def deformed(x):
@@ -45,13 +54,13 @@ def deformed(x):
 
 # Of a layer's output and a float32 tensor of the script, and of the output of a layer alone.
 OPERATORS = {
-    "nms": (lambda s: torchvision.ops.nms(boxes().to(torch.float32), s, 0.3), scores),
-    "batched_nms": (lambda b: torchvision.ops.batched_nms(b, scores().float(), torch.arange(10) % 2, 0.3), boxes),
-    "roi_align": (lambda x: torchvision.ops.roi_align(x, rois(), 3, sampling_ratio=2), image),
-    "roi_pool": (lambda x: torchvision.ops.roi_pool(x, rois(), 3), image),
-    "ps_roi_align": (lambda x: torchvision.ops.ps_roi_align(x, rois(), 2, sampling_ratio=2), image),
-    "ps_roi_pool": (lambda x: torchvision.ops.ps_roi_pool(x, rois(), 2), image),
-    "deform_conv2d": (deformed, image),
+    "nms": (lambda s: torchvision.ops.nms(boxes().to(torch.float32), s, 0.3), SCORES),
+    "batched_nms": (lambda b: torchvision.ops.batched_nms(b, SCORES.float(), torch.arange(10) % 2, 0.3), boxes()),
+    "roi_align": (lambda x: torchvision.ops.roi_align(x, ROIS, 3, sampling_ratio=2), IMAGE),
+    "roi_pool": (lambda x: torchvision.ops.roi_pool(x, ROIS, 3), IMAGE),
+    "ps_roi_align": (lambda x: torchvision.ops.ps_roi_align(x, ROIS, 2, sampling_ratio=2), IMAGE),
+    "ps_roi_pool": (lambda x: torchvision.ops.ps_roi_pool(x, ROIS, 2), IMAGE),
+    "deform_conv2d": (deformed, IMAGE),
 }
 
 
@@ -66,8 +75,8 @@ def with_gradient(call, x):
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_computes_in_float32(name, lower, in_python):
-    call, given = OPERATORS[name]
-    x = given().to(lower)
+    call, x = OPERATORS[name]
+    x = x.to(lower)
     expected, gradient = with_gradient(call, x.float())
     with o1(lower, in_python=in_python):
         found, its_gradient = with_gradient(call, x)
@@ -80,14 +89,11 @@ def test_operator_computes_in_float32(name, lower, in_python):
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_takes_lower_precision_beside_cast_weights(name, level):
-    call, make_input = OPERATORS[name]
-    expected = call(make_input().float())
-    settings = {} if level == "O5" else {"cast_model_type": LOW}
-    session_model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
-    assert torch.equal(call(make_input().float()), expected)  # float32 stays float32
-    result = call(make_input())
-    ampkit.close()
-    del session_model
+    call, x = OPERATORS[name]
+    expected = call(x.float())
+    with session(level):
+        assert torch.equal(call(x.float()), expected)  # float32 stays float32
+        result = call(x)
     assert result.dtype is expected.dtype and torch.equal(result, expected)
 
 
@@ -97,54 +103,39 @@ def test_batched_nms_tells_boxes_of_far_classes_apart(level):
     apart = torch.tensor([[80.0, 80, 86, 86], [88, 80, 94, 86], [98, 98, 104, 104]], dtype=LOW)
     classes, order = torch.tensor([90, 90, 0]), torch.tensor([0.5, 0.25, 0.75], dtype=LOW)
     held = torchvision.ops.batched_nms
-    ampkit.initialize(model := nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
-    assert torchvision.ops.batched_nms(apart, order, classes, 0.5).tolist() == [2, 0, 1]
-    if level == "O2":
-        assert held(apart, order, classes, 0.5).tolist() == [2, 0, 1]
-    ampkit.close()
-    del model
-
-
-def lower_precision_of(level):
-    return {"patch_torch_functions_type": LOW} if level == "O1" else {"cast_model_type": LOW}
-
-
-@pytest.fixture
-def unloaded(monkeypatch):
-    """Make torchvision look not yet imported; calling the fixture makes it look imported since."""
-    monkeypatch.delitem(sys.modules, "torchvision")
-    return lambda: monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    with session(level):
+        for function in (torchvision.ops.batched_nms, *([held] if level == "O2" else [])):
+            assert function(apart, order, classes, 0.5).tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_torchvision_may_be_imported_after_initialize(level, unloaded):
-    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
+def test_torchvision_may_be_imported_after_initialize(level, monkeypatch):
+    expected = torchvision.ops.ps_roi_align(IMAGE.float(), ROIS, 2, sampling_ratio=2)
+    monkeypatch.delitem(sys.modules, "torchvision")  # it looks as if not yet imported
+    with session(level) as model:
+        assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
+        monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+        model(torch.ones(1, 2))
+        result = torchvision.ops.ps_roi_align(IMAGE, ROIS, 2, sampling_ratio=2)
     assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
-    unloaded()
-    model(torch.ones(1, 2))
-    result = torchvision.ops.ps_roi_align(image(), rois(), 2, sampling_ratio=2)
-    ampkit.close()
-    assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
-    expected = torchvision.ops.ps_roi_align(image().float(), rois(), 2, sampling_ratio=2)
     assert torch.equal(result, expected.to(result.dtype))
 
 
 @pytest.mark.parametrize("first_to_close", ["O1", "O2"])
 @pytest.mark.parametrize("first", ["O1", "O2"])
 def test_operators_are_given_back_in_any_order(first, first_to_close):
-    before = VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
-    models, sessions = {}, {}
-    for level in (first, {"O1": "O2", "O2": "O1"}[first]):
-        settings = lower_precision_of(level)
-        models[level] = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
+    def present():
+        return VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
+
+    before, models, sessions = present(), [nn.Linear(2, 2), nn.Linear(2, 2)], {}
+    for model, level in zip(models, (first, {"O1": "O2", "O2": "O1"}[first])):
+        ampkit.initialize(model, opt_level=level, verbosity=0, **settings_of(level))
         sessions[level] = ampkit.current_session()
-    assert VISION.nms is not before[0]
     sessions.pop(first_to_close).close()
     assert VISION.nms is not before[0]
-    assert torchvision.ops.nms(boxes(), scores(), 0.3).numel()
+    assert torchvision.ops.nms(boxes(), SCORES, 0.3).numel()
     next(iter(sessions.values())).close()
-    after = VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
-    assert all(one is other for one, other in zip(before, after))
+    assert all(one is other for one, other in zip(before, present()))
 
 
 def test_initialize_that_fails_gives_the_operators_back(monkeypatch):
@@ -163,43 +154,34 @@ def test_initialize_that_fails_gives_the_operators_back(monkeypatch):
         ampkit.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
     assert len(written) == 3 and all(getattr(VISION, name) is original for name, original in before.items())
     # Nothing is counted as living either: the next session comes and goes as if it were the first.
-    ampkit.initialize(model := nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert VISION.nms is not before["nms"]
-    ampkit.close()
-    del model
+    with session("O2"):
+        assert VISION.nms is not before["nms"]
     assert all(getattr(VISION, name) is original for name, original in before.items())
 
 
-@pytest.mark.parametrize("level", ["O1"])
-def test_scripts_and_traces_find_the_operators(level):
-    def suppress(b, s, classes):
-        return torchvision.ops.batched_nms(b, s, classes, 0.3)
+def suppress(b, s, classes):
+    return torchvision.ops.batched_nms(b, s, classes, 0.3)
 
-    inputs = boxes(), scores(), torch.arange(10) % 2
+
+def test_scripts_and_traces_find_the_operators():
+    inputs = boxes(), SCORES, torch.arange(10) % 2
     in_float32 = inputs[0].float(), inputs[1].float(), inputs[2]
     expected = suppress(*in_float32)
-    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
-    assert VISION.nms.overloads() == ["default"] and VISION.nms.default.name() == "torchvision::nms"
-    # torch 2.15 asks every operator of the process for them when the first model is compiled.
-    assert VISION.nms.op_overloads() == [VISION.nms.default]
-    assert torch.equal(torch.jit.trace(suppress, inputs)(*inputs), expected)
-    scripted = torch.jit.script(torchvision.ops.nms)
-    ampkit.close()
-    del model
+    with session("O1"):
+        assert VISION.nms.overloads() == ["default"] and VISION.nms.default.name() == "torchvision::nms"
+        # torch 2.15 asks every operator of the process for them when the first model is compiled.
+        assert VISION.nms.op_overloads() == [VISION.nms.default]
+        assert torch.equal(torch.jit.trace(suppress, inputs)(*inputs), expected)
+        scripted = torch.jit.script(torchvision.ops.nms)
     assert torch.equal(scripted(*in_float32[:2], 0.3), torchvision.ops.nms(*in_float32[:2], 0.3))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_compiled_code_has_the_casts(level):
-    def suppress(b, s):
-        return torchvision.ops.nms(b, s, 0.3)
-
-    expected = suppress(boxes().float(), scores().float())
-    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
-    found = torch.compile(suppress, backend="aot_eager", fullgraph=True)(boxes(), scores())
-    ampkit.close()
-    del model
-    assert torch.equal(found, expected)
+    expected = torchvision.ops.nms(boxes().float(), SCORES.float(), 0.3)
+    with session(level):
+        compiled = torch.compile(lambda b, s: torchvision.ops.nms(b, s, 0.3), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(boxes(), SCORES), expected)
 
 
 # Detection models: random weights, a step of training, and boxes.
@@ -224,17 +206,6 @@ def detector(cls):
     return cls(backbone, rpn_anchor_generator=anchors, box_detections_per_img=5, box_score_thresh=0.0, **few, **sizes)
 
 
-def pictures():
-    return list(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
-
-
-def targets():
-    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
-    masks[0, 8:40, 8:40] = masks[1, 20:60, 30:60] = 1
-    corners = torch.tensor([[8.0, 8, 40, 40], [30, 20, 60, 60]])
-    return [{"boxes": corners, "labels": torch.tensor([1, 2]), "masks": masks} for _ in range(2)]
-
-
 class Wrapped(nn.Module):
     """A detector inside another model: its targets arrive in lower precision where the outer model's inputs are cast."""
 
@@ -248,15 +219,30 @@ class Wrapped(nn.Module):
 
 def losses_of(model):
     torch.manual_seed(5)  # anchors and proposals are drawn
-    return model.train()(pictures(), targets())
+    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    masks[0, 8:40, 8:40] = masks[1, 20:60, 30:60] = 1
+    corners = torch.tensor([[8.0, 8, 40, 40], [30, 20, 60, 60]])
+    targets = [{"boxes": corners, "labels": torch.tensor([1, 2]), "masks": masks} for _ in range(2)]
+    return model.train()(list(numbers(2, 3, 64, 64)), targets)
 
 
-def check_training(model, level):
+TWO_STAGE = itertools.product([detection.FasterRCNN, detection.MaskRCNN], ["O1", "O2", "O4", "O5"], [False])
+ONE_STAGE = itertools.product([detection.RetinaNet, detection.FCOS], ["O1", "O2"], [False])
+INSIDE = itertools.product([detection.FasterRCNN], ["O2", "O5"], [True])
+FAST = [
+    *[(detection.MaskRCNN, "O1", False), (detection.FasterRCNN, "O2", False), (detection.RetinaNet, "O2", False)],
+    *[(detection.FCOS, "O1", False), (detection.FasterRCNN, "O2", True)],
+]
+
+
+@pytest.mark.parametrize("cls, level, inside", others_slow(*FAST, of=[*TWO_STAGE, *ONE_STAGE, *INSIDE]))
+def test_detector_trains_and_evaluates(cls, level, inside):
+    """Also ``inside`` of another model."""
+    model = Wrapped(detector(cls)) if inside else detector(cls)
     expected = losses_of(model)
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    own = {} if level in ("O4", "O5") else lower_precision_of(level)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **own)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings_of(level))
     losses = losses_of(model)
     backward(sum(losses.values()), optimizer)
     optimizer.step()
@@ -266,30 +252,8 @@ def check_training(model, level):
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     assert len(gradients) > 50 and all(gradient.isfinite().all() for gradient in gradients)
     with torch.no_grad():
-        found = model.eval()(pictures())
+        found = model.eval()(list(numbers(2, 3, 64, 64)))
     assert all(one["boxes"].isfinite().all() and one["boxes"].shape[1] == 4 for one in found)
     assert sum(len(one["boxes"]) for one in found) > 0
     ampkit.close()
-
-
-TWO_STAGE = itertools.product([detection.FasterRCNN, detection.MaskRCNN], ["O1", "O2", "O4", "O5"])
-ONE_STAGE = itertools.product([detection.RetinaNet, detection.FCOS], ["O1", "O2"])
-
-
-@pytest.mark.parametrize(
-    "cls, level", others_slow((detection.MaskRCNN, "O1"), (detection.FasterRCNN, "O2"), of=TWO_STAGE)
-)
-def test_detector_trains_and_evaluates(cls, level):
-    check_training(detector(cls), level)
-
-
-@pytest.mark.parametrize("cls, level", others_slow((detection.RetinaNet, "O2"), (detection.FCOS, "O1"), of=ONE_STAGE))
-def test_one_stage_detector_trains_and_evaluates(cls, level):
-    check_training(detector(cls), level)
-
-
-@pytest.mark.parametrize("level", others_slow("O2", of=["O2", "O5"]))
-def test_detector_inside_another_model_trains(level):
-    model = Wrapped(detector(detection.FasterRCNN))
-    check_training(model, level)
-    assert not model.detector.roi_heads._forward_pre_hooks
+    assert not inside or not model.detector.roi_heads._forward_pre_hooks

@@ -1,10 +1,12 @@
 """Properties of torch's functions that users rely on, while the functions are wrapped."""
 
 import copy
+import functools
 import inspect
+import io
 import pickle
 import traceback
-import typing
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,21 +15,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import ampkit
+from ampkit.casting.cpp_wrappers import library
 
 pytestmark = pytest.mark.switch
 
 X = torch.linspace(-2.0, 2.0, 4).reshape(2, 2)
 LOW = X.bfloat16()
 
-HANDLED: typing.Final = {}
-
-
-def handles(function):
-    def put(implementation):
-        HANDLED[function] = implementation
-        return implementation
-
-    return put
+HANDLED = dict.fromkeys(
+    (F.softmax, F.linear, torch.mm, torch.Tensor.matmul, torch.Tensor.norm), lambda *args, **kwargs: "labelled"
+)
 
 
 class Labelled(torch.Tensor):
@@ -38,15 +35,6 @@ class Labelled(torch.Tensor):
         if func in HANDLED:
             return HANDLED[func](*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@handles(F.softmax)
-@handles(F.linear)
-@handles(torch.mm)
-@handles(torch.Tensor.matmul)
-@handles(torch.Tensor.norm)
-def labelled(*args, **kwargs):
-    return "labelled"
 
 
 CALLS = {
@@ -115,6 +103,7 @@ def test_kwargs_are_never_edited(name, given, with_out):
     assert not with_out or result is kwargs["out"]
 
 
+BIG = torch.zeros(1024, 64).bfloat16().requires_grad_()  # of which float32 functions save no float32 copy
 FAILURES = {
     "shapes": lambda: torch.mm(torch.ones(2, 3), torch.ones(2, 3)),
     "a missing argument": lambda: F.softmax(),
@@ -122,6 +111,14 @@ FAILURES = {
     "float64 beside float32": lambda: torch.mm(X, X.double()),
     "an operator": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
     "an operator and text": lambda: X @ "text",
+    "data that cannot be deleted": lambda: delattr(torch.ones(1), "data"),
+    "a shape of layer_norm": lambda: F.layer_norm(BIG, (7,)),
+    "a keyword of layer_norm": lambda: F.layer_norm(BIG, (64,), weigth=None),
+    "groups": lambda: F.group_norm(BIG, 3),
+    "a shape of rms_norm": lambda: F.rms_norm(BIG, (7,)),
+    "a number of targets": lambda: F.cross_entropy(BIG, torch.arange(3)),
+    "a target": lambda: F.cross_entropy(BIG, torch.arange(1024)),
+    "a reduction": lambda: F.cross_entropy(BIG, torch.arange(1024) % 64, reduction="max"),
     "a bad value": lambda: F.cross_entropy(X, torch.tensor([0, 1]), reduction="nonsense"),
 }
 
@@ -139,37 +136,43 @@ def test_exceptions_pass_through(failure):
 
 
 NAMED = [
-    (torch, "mm"),
-    (torch, "einsum"),
-    (F, "linear"),
-    (F, "softmax"),
-    (F, "cross_entropy"),
-    (F, "layer_norm"),
-    (torch._VF, "lstm"),
-    (torch.Tensor, "matmul"),
-    (torch.Tensor, "__matmul__"),
-    (torch.Tensor, "__rmatmul__"),
-    (torch.Tensor, "norm"),
-    (torch.linalg, "norm"),
+    *[(torch, "mm"), (torch, "einsum"), (F, "linear"), (F, "softmax"), (F, "cross_entropy"), (F, "layer_norm")],
+    *[(torch._VF, "lstm"), (torch.Tensor, "matmul"), (torch.Tensor, "__matmul__"), (torch.Tensor, "__rmatmul__")],
+    *[(torch.Tensor, "norm"), (torch.linalg, "norm"), (torch.linalg, "inv")],  # which is called linalg_inv
 ]
+KINDS = (inspect.isbuiltin, inspect.ismethoddescriptor, inspect.isfunction)
+
+
+def identity(function):
+    try:
+        signature = str(inspect.signature(function))
+    except ValueError:  # built-in functions mostly have none
+        signature = None
+    return function.__name__, function.__doc__, signature
 
 
 @pytest.mark.parametrize("owner, name", NAMED, ids=lambda x: getattr(x, "__name__", x))
-def test_wrappers_keep_name_doc_signature_and_pickle_by_reference(owner, name):
-    def signature(function):
-        try:
-            return str(inspect.signature(function))
-        except ValueError:  # built-in functions mostly have none
-            return None
-
+def test_wrapper_keeps_what_a_user_sees_and_is_pickled_by_reference(owner, name):
     original = getattr(owner, name)
-    expected = original.__name__, original.__doc__, signature(original)
+    expected, held = identity(original), [[functools.partial(original)]]
     with o1():
         wrapper = getattr(owner, name)
-        assert wrapper is not original
-        assert (wrapper.__name__, wrapper.__doc__, signature(wrapper)) == expected
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            written = pickle.dumps(wrapper, protocol)
-            assert pickle.loads(written) is wrapper
+        assert wrapper is not original and identity(wrapper) == expected
+        if library is not None and owner is not torch.linalg:  # wrappers in C++ are of the kind that torch has there
+            assert [is_kind(wrapper) for is_kind in KINDS] == [is_kind(original) for is_kind in KINDS]
         assert copy.deepcopy(wrapper) is copy.copy(wrapper) is wrapper
-    assert pickle.loads(written) is original
+        streams = []
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            file = io.BytesIO()
+            pickle.Pickler(file, protocol).dump([held, wrapper])
+            streams += [
+                file.getvalue(),
+                pickle.dumps([held, wrapper], protocol),
+                pickle._dumps([held, wrapper], protocol),
+            ]
+        streams.append(bytes(ForkingPickler.dumps([held, wrapper])))  # to a worker that is spawned
+        assert all(pickle.loads(stream)[1] is wrapper for stream in streams)
+    for stream in streams:
+        assert b"ampkit" not in stream  # so that it loads where there is none
+        [[part]], bare = pickle.loads(stream)
+        assert part.func is bare is original

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from helpers import torch_left_as_found
-from o1.test_workers import Images, collate
+from o1.test_pickling import Images, collate
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -1,0 +1,106 @@
+"""Distributions, from which torch draws in float32 only, and arrays of NumPy, which has no bfloat16."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from helpers import o1
+from torch import distributions
+
+import ampkit
+
+pytestmark = pytest.mark.switch
+
+DISTRIBUTIONS = {
+    "Gamma": lambda a: distributions.Gamma(a, 2 * a),
+    "Beta": lambda a: distributions.Beta(a, a + 1),
+    "Dirichlet": distributions.Dirichlet,
+    "StudentT": distributions.StudentT,
+    "Chi2": distributions.Chi2,
+    "InverseGamma": lambda a: distributions.InverseGamma(a, a),
+    "FisherSnedecor": lambda a: distributions.FisherSnedecor(a, a + 4),
+}
+
+
+def drawn(make, parameter):
+    """A sample, and the gradient of the parameter through it."""
+    torch.manual_seed(0)
+    leaf = parameter.detach().requires_grad_()
+    sample = make(leaf).rsample()
+    weights = torch.linspace(1, 2, sample.numel()).reshape(sample.shape)  # the components of a Dirichlet add up to 1
+    (sample * weights).sum().backward()
+    return sample.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_sample_of_lower_precision_parameters_is_float32s(name, lower, in_python):
+    parameter = torch.tensor([1.5, 2.0, 3.0, 5.0])  # exact in every precision
+    expected = drawn(DISTRIBUTIONS[name], parameter)
+    with o1(lower, in_python=in_python):
+        sample, gradient = drawn(DISTRIBUTIONS[name], parameter.to(lower))
+    tolerance = 2.0**-7 if lower is torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(sample.float(), expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.float(), expected[1], rtol=4 * tolerance, atol=4 * tolerance)
+
+
+CALLS = {
+    "_standard_gamma": [[1.5, 2.0]],
+    "_standard_gamma_grad": [[1.5, 2.0], [0.25, 0.75]],
+    "_sample_dirichlet": [[1.5, 2.0]],
+    "_dirichlet_grad": [[0.25, 0.75], [1.5, 2.0], [1.5, 2.0]],
+    "binomial": [[10.0, 20.0], [0.25, 0.75]],
+}
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_function_that_draws_computes_in_float32(name, lower, in_python):
+    arguments = [torch.tensor(values) for values in CALLS[name]]
+    torch.manual_seed(0)
+    expected = getattr(torch, name)(*arguments)
+    torch.manual_seed(0)
+    with o1(lower, in_python=in_python):
+        sample = getattr(torch, name)(*[t.to(lower) for t in arguments])
+    assert sample.dtype is torch.float32 and torch.equal(sample, expected)
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+def test_array_of_a_lower_precision_result_is_float32(lower, in_python):
+    with o1(lower, in_python=in_python):
+        product = torch.tensor([[1.0, 2.0]]) @ torch.tensor([[3.0], [4.0]])
+        arrays = [product.numpy(), np.asarray(product), np.array(product), product.__array__()]
+        arrays += [product.numpy(force=True), product.detach().cpu().numpy(), np.asarray(product, dtype=np.float64)]
+    assert product.dtype is lower
+    assert [array.dtype for array in arrays] == [np.float32] * 6 + [np.float64]
+    assert all(array.tolist() == [[11.0]] for array in arrays)
+
+
+def test_array_of_other_dtypes_shares_memory_as_ever():
+    with o1():
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            x = torch.zeros(2, dtype=dtype)
+            x.numpy()[0] = 5
+            assert x.tolist() == [5, 0]
+
+
+def test_gradient_is_still_asked_to_be_detached():
+    with o1(), pytest.raises(RuntimeError, match="detach"):
+        torch.ones(2, dtype=torch.bfloat16, requires_grad=True).numpy()
+
+
+def test_results_brought_to_the_host_have_arrays_too(in_python):
+    # The session is on an accelerator, and touches no tensors on the host but those that NumPy does not know.
+    with o1(device_types=("cuda",), in_python=in_python):
+        assert torch.ones(2, dtype=torch.bfloat16).numpy().dtype == np.float32
+        half = torch.zeros(2, dtype=torch.float16)
+        half.numpy()[0] = 5
+    assert half.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize("policy, region", [({"torch.Tensor.numpy": "native"}, False), ("default", True)])
+def test_arrays_are_torchs_own_where_a_row_or_a_region_says_so(policy, region):
+    with o1(policy=policy), ampkit.disable_casts() if region else contextlib.nullcontext():
+        with pytest.raises(TypeError, match="BFloat16"):
+            torch.ones(2, dtype=torch.bfloat16).numpy()
