@@ -162,7 +162,7 @@ class OptimizerWrapper:
         gradients = self.gradients
         if gradients.stored:
             gradients.stored[0].master.loans.end(refuses=refuses)
-            for slot in gradients.stored:
+            for slot in gradients.stored if finishes else ():  # no graph has these weights any more
                 if slot.param.dtype is torch.float32 and not slot.master.was_made_float32:  # p.data = values
                     slot.master.take_float32(slot.param)
                     self.advice.tell("assigned", self.owner.plan.opt_level)
