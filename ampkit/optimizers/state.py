@@ -23,7 +23,7 @@ from ..logs import logger
 from .moments import Storage
 from .scales import refuse_to_begin
 
-_SETTINGS = (bool, int, float, str, torch.dtype, Storage)
+_SETTINGS = (bool, int, float, str, torch.dtype, Storage, type(None))
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 #: The optimizers that have kept a rest.

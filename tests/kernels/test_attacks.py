@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
 from ampkit.apex import multi_tensor_steps
@@ -16,7 +17,6 @@ RULE = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-6, step=3.0)
 
 
 class Op(NamedTuple):
-    function: Callable
     lists: dict[str, torch.dtype]
     written: tuple[str, ...]
     numbers: dict
@@ -25,35 +25,19 @@ class Op(NamedTuple):
 
 
 FOUR = dict(grads=F32, params=F32, exp_avgs=F32, exp_avg_sqs=F32)
+#: Operators: `multi_tensor_...`.
 OPS = {
-    "scale": Op(kernels.multi_tensor_scale, dict(inputs=F32, outputs=F32), ("outputs",), dict(scale=0.5)),
-    "axpby": Op(kernels.multi_tensor_axpby, dict(xs=F32, ys=F32, outputs=F32), ("outputs",), dict(a=2.0, b=-3.0)),
-    "join": Op(kernels.multi_tensor_join, dict(weights=BF16, rests=I16, outputs=F32), ("outputs",), {}, flags=()),
-    "split": Op(
-        kernels.multi_tensor_split, dict(values=F32, weights=BF16, rests=I16), ("weights", "rests"), {}, flags=()
-    ),
-    "unscale_l2norm": Op(
-        kernels.multi_tensor_unscale_l2norm, dict(inputs=F32, outputs=F32), ("outputs",), dict(inv_scale=0.5)
-    ),
-    "l2norm": Op(kernels.multi_tensor_l2norm, dict(tensors=F32), (), {}, flags=()),
-    "sgd": Op(
-        kernels.multi_tensor_sgd,
-        dict(grads=F32, params=F32, momenta=F32),
-        ("params", "momenta"),
-        dict(lr=0.1, momentum=0.9),
-    ),
-    "adam": Op(kernels.multi_tensor_adam, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, decoupled=True)),
-    "adagrad": Op(
-        multi_tensor_steps.multi_tensor_adagrad,
-        dict(grads=F32, params=F32, sums=F32),
-        ("params", "sums"),
-        dict(lr=0.1, eps=1e-6),
-    ),
-    "lamb": Op(
-        multi_tensor_steps.multi_tensor_lamb, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, weight_decay=0.1)
-    ),
+    "scale": Op(dict(inputs=F32, outputs=F32), ("outputs",), dict(scale=0.5)),
+    "axpby": Op(dict(xs=F32, ys=F32, outputs=F32), ("outputs",), dict(a=2.0, b=-3.0)),
+    "join": Op(dict(weights=BF16, rests=I16, outputs=F32), ("outputs",), {}, ()),
+    "split": Op(dict(values=F32, weights=BF16, rests=I16), ("weights", "rests"), {}, ()),
+    "unscale_l2norm": Op(dict(inputs=F32, outputs=F32), ("outputs",), dict(inv_scale=0.5)),
+    "l2norm": Op(dict(tensors=F32), (), {}, ()),
+    "sgd": Op(dict(grads=F32, params=F32, momenta=F32), ("params", "momenta"), dict(lr=0.1, momentum=0.9)),
+    "adam": Op(FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, decoupled=True)),
+    "adagrad": Op(dict(grads=F32, params=F32, sums=F32), ("params", "sums"), dict(lr=0.1, eps=1e-6)),
+    "lamb": Op(FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, weight_decay=0.1)),
     "novograd": Op(
-        multi_tensor_steps.multi_tensor_novograd,
         dict(grads=F32, params=F32, exp_avgs=F32),
         ("params", "exp_avgs"),
         RULE,
@@ -63,11 +47,18 @@ OPS = {
 SHAPES = [(5,), (3, 4), (17,)]
 LISTS = [(name, which) for name, op in OPS.items() for which in op.lists]
 WRITTEN = [(name, which) for name, op in OPS.items() for which in op.written]
+STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
+OF_ANY_KIND = ("scale", "a", "b", "lr", "inv_scale", "step")  # numbers on the host, or tensors on the device
+NUMBERS = [(name, number) for name, op in OPS.items() for number in op.numbers if number in OF_ANY_KIND]
+NUMBERS += [(name, number) for name in STEPS for number in ("inv_scale", "clip")]
+FLAGS = [(name, flag) for name, op in OPS.items() for flag in op.flags]
+FLAGS += [(name, "first_bad") for name in ("scale", "axpby", "unscale_l2norm")]
+PLACES = [*LISTS, *NUMBERS, *FLAGS]
 every_op = pytest.mark.parametrize("name", OPS)
 every_list = pytest.mark.parametrize("name, which", LISTS, ids=map("-".join, LISTS))
 
 
-def made(name, shapes=SHAPES, seed=0):
+def made(name, shapes=SHAPES, seed=0, device="cpu"):
     """The lists of this operator: positive numbers, and rests of both signs."""
     generator = torch.Generator().manual_seed(seed)
     lists = {}
@@ -76,13 +67,19 @@ def made(name, shapes=SHAPES, seed=0):
             lists[which] = [torch.randint(-99, 99, shape, generator=generator).to(I16) for shape in shapes]
         else:
             lists[which] = [(torch.rand(shape, generator=generator) + 0.5).to(dtype) for shape in shapes]
-    return lists
+    return {which: [x.to(device) for x in tensors] for which, tensors in lists.items()}
+
+
+def on_device(name, device):
+    """The vectors of this operator beside `made` lists."""
+    return {key: vector.to(device) for key, vector in OPS[name].more(len(SHAPES)).items()}
 
 
 def run(name, lists, **more):
     """Call the operator and return its results as a list of tensors; ``more`` overrides its numbers and flags."""
     op, count = OPS[name], len(next(iter(lists.values())))
-    returned = op.function(**lists, **{**op.more(count), **op.numbers, **more})
+    function = getattr(kernels, f"multi_tensor_{name}", None) or getattr(multi_tensor_steps, f"multi_tensor_{name}")
+    returned = function(**lists, **{**op.more(count), **op.numbers, **more})
     return [] if returned is None else list(returned)
 
 
@@ -92,12 +89,12 @@ def copied(lists):
     }
 
 
-def expected_of(name, lists):
+def expected_of(name, lists, **more):
     """The lists after the call, and its results: by the definition in plain torch, over contiguous copies."""
     plain, devices = copied(lists), backend.kernel_devices
     backend.kernel_devices = frozenset()
     try:
-        return plain, run(name, plain)
+        return plain, run(name, plain, **more)
     finally:
         backend.kernel_devices = devices
 
@@ -133,12 +130,36 @@ def said(name, which):
     return "inputs|tensors" if name == "l2norm" or (name, which) == ("novograd", "grads") else which
 
 
-@pytest.mark.compiled("kernels")
-@every_list
-def test_freed_memory_is_refused(name, which):
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def spoiled(name, which, spoil):
+    """The lists and settings of this operator, with one tensor spoiled."""
     lists = made(name)
-    lists[which][1].untyped_storage().resize_(0)
-    assert_refused(name, lists, rf"({said(name, which)})\[1\].*no memory")
+    if which not in lists:
+        return lists, {which: spoil(torch.ones(1, dtype=torch.int64 if which == "first_bad" else F32))}
+    lists[which][1] = spoil(lists[which][1])
+    return lists, {}
+
+
+@pytest.mark.parametrize("name, which", PLACES, ids=map("-".join, PLACES))
+def test_tensors_without_data_are_refused(name, which):
+    lists, settings = spoiled(name, which, lambda x: x.to("meta"))
+    assert_refused(name, lists, "meta", **settings)
+
+
+# But for NovoGrad's numbers, which torch reads, and torch does not refuse freed memory.
+FREED = [one for one in PLACES if one in LISTS or one[0] != "novograd"]
+
+
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("name, which", FREED, ids=map("-".join, FREED))
+def test_freed_memory_is_refused(name, which):
+    lists, settings = spoiled(name, which, freed)
+    place = rf"({said(name, which)})\[1\].*no memory" if which in lists else "has no memory|storage"
+    assert_refused(name, lists, place, **settings)
 
 
 OVERLAPPING = {
@@ -183,37 +204,39 @@ def test_a_tensor_may_stand_in_a_list_twice(name):
     assert_right(name, lists, expected, run(name, lists))
 
 
-@every_list
-def test_tensors_without_data_are_refused(name, which):
-    lists = made(name)
-    lists[which][1] = lists[which][1].to("meta")
-    assert_refused(name, lists, "meta")
+def every_second(x):
+    whole = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    return whole[..., ::2].copy_(x)
 
 
-NUMBERS = [
-    (name, number)
-    for name, op in OPS.items()
-    for number in op.numbers
-    if number in ("scale", "a", "b", "lr", "inv_scale", "step")
-]
-NUMBERS += [
-    (name, number) for name in ("sgd", "adam", "adagrad", "lamb", "novograd") for number in ("inv_scale", "clip")
-]
+def misaligned(x):
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
-@pytest.mark.parametrize("name, number", NUMBERS, ids=map("-".join, NUMBERS))
-def test_numbers_without_data_are_refused(name, number):
-    assert_refused(name, made(name), "meta", **{number: torch.ones((), device="meta")})
+LAYOUTS = {
+    "channels last": lambda x: x.clone(memory_format=torch.channels_last),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "with gaps": every_second,
+    "misaligned": misaligned,
+}
+ODD = [*LISTS, *((name, "lower") for name in STEPS), *((name, "all") for name in OPS)]
 
 
-FLAGS = [(name, flag) for name, op in OPS.items() for flag in op.flags]
-FLAGS += [(name, "first_bad") for name in ("scale", "axpby", "unscale_l2norm")]
-
-
-@pytest.mark.parametrize("name, flag", FLAGS, ids=map("-".join, FLAGS))
-def test_flags_without_data_are_refused(name, flag):
-    dtype = torch.int64 if flag == "first_bad" else F32
-    assert_refused(name, made(name), "meta", **{flag: torch.ones(1, dtype=dtype, device="meta")})
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name, which", ODD, ids=map("-".join, ODD))
+def test_each_list_may_lie_as_it_likes(ops, device, name, which, layout):
+    lists = made(name, [(2, 3, 5, 7), (1, 1, 1, 1), (4, 8, 9, 33)], device=device)
+    lower = [torch.zeros_like(x, dtype=BF16) for x in lists.get("params", [])]
+    settings = on_device(name, device)
+    expected = expected_of(name, lists, **{key: vector.clone() for key, vector in settings.items()})
+    for one in lists:
+        if which in (one, "all"):
+            lists[one] = [LAYOUTS[layout](x) for x in lists[one]]
+    if name in STEPS:
+        settings["lower"] = [LAYOUTS[layout](x) for x in lower] if which in ("lower", "all") else lower
+    assert_right(name, lists, expected, run(name, lists, **settings))
+    if name in STEPS:
+        assert all(torch.equal(low, x.to(BF16)) for low, x in zip(settings["lower"], lists["params"]))
 
 
 SEVERAL = [one for one in LISTS if len(OPS[one[0]].lists) > 1]
@@ -242,6 +265,57 @@ def test_other_dtypes_are_refused(name, which, dtype):
     lists = made(name)
     lists[which][1] = lists[which][1].to(dtype)
     assert_refused(name, lists, rf"({said(name, which)})\[1\] .*({dtype}|shape)")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_lower_weights_of_another_length_are_refused(ops, name):
+    assert_refused(name, made(name), "lower has 1", lower=[torch.ones(5)])
+
+
+@every_op
+def test_versions_of_what_is_written_move_and_no_others(ops, device, name):
+    lists = made(name, device=device)
+    for which in set(OPS[name].written) - {"rests"}:
+        lists[which] = [torch.nn.Parameter(x) for x in lists[which]]
+    before = {which: [x._version for x in tensors] for which, tensors in lists.items()}
+    run(name, lists, **on_device(name, device))
+    for which, tensors in lists.items():
+        moved = [x._version > version for x, version in zip(tensors, before[which])]
+        assert moved == [which in OPS[name].written] * len(tensors), which
+        assert all(x.is_leaf and x.requires_grad for x in tensors if isinstance(x, torch.nn.Parameter))
+
+
+class Recorder(TorchDispatchMode):
+    """The operators of ampkit that are called, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "ampkit":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("kind", ["floats", "tensors"])
+@every_op
+def test_opcheck(device, name, kind):
+    """The operator of a call, with the arguments of that call."""
+    if device.type == "cuda" and not kernels.implementation().cuda:
+        pytest.skip("no CUDA kernels")
+    lists, settings = made(name, device=device), on_device(name, device)
+    if kind == "tensors":
+        settings |= {number: torch.full((1,), 0.5, device=device) for of, number in NUMBERS if of == name}
+        settings |= {flag: torch.zeros(1, device=device) for flag in OPS[name].flags}
+        if (name, "first_bad") in FLAGS:
+            settings["first_bad"] = torch.zeros(1, dtype=torch.int64, device=device)
+        if name in STEPS:
+            settings["lower"] = [torch.zeros_like(x, dtype=BF16) for x in lists["params"]]
+    with Recorder() as recorder:
+        run(name, lists, **settings)
+    torch.library.opcheck(*recorder.calls[-1])
 
 
 @every_op
@@ -275,22 +349,6 @@ def test_threads_may_call_at_once(name):
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
-
-
-# But for NovoGrad's, which torch reads, and torch does not refuse freed memory.
-ONES = [one for one in (*FLAGS, *NUMBERS) if one[0] != "novograd"]
-
-
-@pytest.mark.compiled("kernels")
-@pytest.mark.parametrize("name, flag", ONES, ids=map("-".join, ONES))
-def test_flags_and_numbers_whose_memory_was_freed_are_refused(name, flag):
-    one = freed(torch.ones(1, dtype=torch.int64 if flag == "first_bad" else F32))
-    assert_refused(name, made(name), "has no memory|storage", **{flag: one})
-
-
-def freed(x):
-    x.untyped_storage().resize_(0)
-    return x
 
 
 SPOILED = {

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from test_step_kernels import LONG, SIZES
 
 from ampkit import kernels
 from ampkit.apex import multi_tensor_steps
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 I16 = torch.int16
-SIZES = (0, 1, 3, 16, 17, 0, 1023, 1025)
-LONG = (0, 65_535, 65_536, 0, 65_537, 131_079)
 # The largest value that is kept: 65504, and half a unit below the end of bfloat16's range.
 LARGEST = {F16: 65504.0, BF16: float.fromhex("0x1.fefffep127")}
 LOWER = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
@@ -27,30 +26,11 @@ def bits_of(values):
 def chosen_patterns():
     """Every upper half with lower halves around each rounding, and every lower half with upper halves of all classes."""
     upper = torch.arange(2**16)[:, None] << 16
-    lower = torch.tensor(
-        [0, 1, 0x7F, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xDFFF, 0xF000, 0xFFFF]
-    )
-    classes = torch.tensor(
-        [
-            *(
-                0x0000,
-                0x0001,
-                0x007F,
-                0x0080,
-                0x3F80,
-                0x3FFF,
-                0x477F,
-                0x4780,
-                0x7F7F,
-                0x7F80,
-                0x7FFF,
-                0x8000,
-                0xBF80,
-                0xFF7F,
-            )
-        ]
-        + [*(0x2B80, 0x2C00, 0x3280, 0x3300, 0x337F, 0x3380, 0x3780, 0x387F, 0x3880, 0xB380, 0xC77F)]
-    )
+    around = 0, 1, 0x7F, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xDFFF, 0xF000, 0xFFFF
+    lower, classes = torch.tensor(around), torch.tensor([
+        *(0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FFF, 0x477F, 0x4780, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0xBF80, 0xFF7F),
+        *(0x2B80, 0x2C00, 0x3280, 0x3300, 0x337F, 0x3380, 0x3780, 0x387F, 0x3880, 0xB380, 0xC77F),
+    ])  # fmt: skip
     return torch.cat([(upper | lower).flatten(), (classes[:, None] << 16 | torch.arange(2**16)).flatten()])
 
 
@@ -159,14 +139,6 @@ def test_what_is_written_over_a_weight_is_what_both_together_round_to(dtype):
         assert ((together - weights.double()).abs() <= unit / 2).all() and (written != 0.0 or not together.any())
 
 
-@pytest.mark.parametrize("written", [0.0, float("inf"), -float("inf"), float("nan")])
-@LOWER
-def test_beside_zero_infinity_and_nan_a_rest_counts_for_nothing(dtype, written):
-    weights, rests = kernels.split(torch.randn(1000), dtype)
-    together = kernels.join(torch.full_like(weights, written), rests)
-    assert torch.equal(together, torch.full((1000,), written)) or (together.isnan().all() and written != written)
-
-
 STEPS = {
     "sgd": ("sgd", 0, dict(lr=0.1, weight_decay=0.3)),
     "momentum": ("sgd", 1, dict(lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.1)),
@@ -181,23 +153,23 @@ def take_step(ops, name, grads, params, states, lower, **more):
     getattr(ops, f"multi_tensor_{op}")(grads, params, *states, lower, **{**settings, **more})
 
 
-def beside_masters(ops, name, values, grads, dtype, layout=torch.clone, **more):
+def beside_masters(ops, name, values, grads, dtype, **more):
     """Compare a step of weights with rests with the same step in float32, from the same states: bit for bit, states too."""
     states = [[torch.rand_like(x) + 0.1 for x in values] for _ in range(2)]
     twins = [[x.clone() for x in state] for state in states]
     split = [kernels.split(x, dtype) for x in values]
     masters = [kernels.join(*pair) for pair in split]
-    weights, rests = [layout(w) for w, _ in split], [layout(r) for _, r in split]
-    take_step(ops, name, grads, weights, states, rests, **more)
+    weights, rests = zip(*split)
+    take_step(ops, name, grads, list(weights), states, list(rests), **more)
     take_step(ops, name, grads, masters, twins, None, **more)
     assert all(torch.equal(a, b) for pair in zip(states, twins) for a, b in zip(*pair))
     expected = [kernels.join(*kernels.split(x, dtype)) for x in masters]
     for w, r, x in zip(weights, rests, expected):
-        assert torch.equal(w.view(torch.int16), kernels.split(x, dtype)[0].view(torch.int16))
+        assert torch.equal(w.view(I16), kernels.split(x, dtype)[0].view(I16))
         assert torch.equal(bits_of(kernels.join(w, r)), bits_of(x))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@LOWER
 @pytest.mark.parametrize("sizes", [SIZES, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_weights_with_rests_is_that_of_their_float32_values(ops, device, name, sizes, dtype):
@@ -207,7 +179,7 @@ def test_a_step_of_weights_with_rests_is_that_of_their_float32_values(ops, devic
         beside_masters(ops, name, values, grads, dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@LOWER
 def test_every_class_of_values_goes_through_a_step(ops, device, dtype):
     """Ties, carries into the exponent, subnormals, infinities and NaNs, and their values after a step that changes nothing."""
     patterns = chosen_patterns()
@@ -217,50 +189,13 @@ def test_every_class_of_values_goes_through_a_step(ops, device, dtype):
     beside_masters(ops, "adamw", [values], [torch.randn_like(values)], dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@LOWER
 @pytest.mark.parametrize("name", ["sgd", "momentum"])
 def test_a_step_beyond_the_largest_weight_ends_there(ops, device, name, dtype):
     values = torch.randn(2050)
     values[::3], values[1::3] = LARGEST[dtype], -LARGEST[dtype]
-    steps = values.abs() * 0.002  # outwards, to what is finite in float32
-    beside_masters(
-        ops, name, [values.to(device)], [-steps.mul(values.sign()).to(device)], dtype, lr=1.0, weight_decay=0.0
-    )
-
-
-def every_second(x):
-    whole = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
-    return whole[..., ::2].copy_(x)
-
-
-def misaligned(x):
-    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("layout", [every_second, misaligned, lambda x: x.clone(memory_format=torch.channels_last)])
-def test_weights_with_rests_lie_as_they_like(ops, device, layout, dtype):
-    values = [torch.randn(2, 3, 5, 7).to(device), torch.randn(4, 8, 9, 33).to(device)]
-    beside_masters(ops, "adamw", values, [torch.randn_like(x) for x in values], dtype, layout)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("name", STEPS)
-def test_found_inf_leaves_weights_with_rests_alone(ops, device, name, dtype):
-    weights, rests = kernels.split(torch.randn(1025).to(device), dtype)
-    states = [[torch.rand(1025, device=device)] for _ in range(2)]
-    before = [x.clone() for x in (weights, rests, *states[0], *states[1])]
-    gradient = torch.full((1025,), float("nan"), device=device)
-    take_step(ops, name, [gradient], [weights], states, [rests], found_inf=torch.ones(1, device=device))
-    assert all(torch.equal(a, b) for a, b in zip((weights, rests, *states[0], *states[1]), before))
-    beside_masters(
-        ops,
-        name,
-        [torch.randn(9).to(device)],
-        [torch.randn(9).to(device)],
-        dtype,
-        found_inf=torch.zeros(1).to(device),
-    )
+    inwards = values * -0.002  # the step is outwards, to what is finite in float32
+    beside_masters(ops, name, [values.to(device)], [inwards.to(device)], dtype, lr=1.0, weight_decay=0.0)
 
 
 def test_weights_with_rests_and_others_in_one_call(ops, device):

@@ -44,47 +44,36 @@ def train(model, optimizer, blocks=ONE, steps=2):
         optimizer.step()
 
 
-OF_O5 = [
-    # Weight, gradient, moments.
-    ("O5", "float32", ONE, 4 + 2 + 8),
-    ("O5", "torch's", ONE, 4 + 2 + 8),
-    ("O5", "bfloat16", ONE, 4 + 2 + 4),
-    ("O5", "int8", ONE, 4 + 2 + IN_8_BITS),
-    # A step that reads p.grad, which is then float32, and a sum of backward passes.
-    ("O5", "over stand-ins", ONE, 4 + 4 + 8),
-    ("O5", "float32", TWO, 4 + 4 + 8),
-    ("O5", "torch's", TWO, 4 + 4 + 8),
-    ("O5", "torch's", DELAYED, 4 + 4 + 8),
-]
+BYTES = {
+    # Weight, gradient, moments. A step that reads p.grad, and a sum of backward passes, have it in float32.
+    ("O5", ONE): {
+        **{"float32": 4 + 2 + 8, "torch's": 4 + 2 + 8, "bfloat16": 4 + 2 + 4, "int8": 4 + 2 + IN_8_BITS},
+        "over stand-ins": 4 + 4 + 8,
+    },
+    ("O5", TWO): {"float32": 4 + 4 + 8, "torch's": 4 + 4 + 8},
+    ("O5", DELAYED): {"torch's": 4 + 4 + 8},
+    # Weight, rest, gradient, moments.
+    (STORED_BF16, ONE): {
+        **dict.fromkeys(("float32", "torch's", "over stand-ins"), 2 + 2 + 2 + 8),
+        **{"bfloat16": 2 + 2 + 2 + 4, "int8": 2 + 2 + 2 + IN_8_BITS},
+    },
+    (STORED_BF16, DELAYED): dict.fromkeys(("float32", "torch's"), 2 + 2 + 2 + 8),
+    **{(AT_A_SCALE, blocks): dict.fromkeys(("float32", "torch's"), 2 + 2 + 2 + 8) for blocks in (ONE, DELAYED)},
+    # A sum of blocks is float32, and a gradient that came in float16 at a loss scale.
+    (STORED_BF16, TWO): dict.fromkeys(("float32", "torch's"), 2 + 2 + 4 + 8),
+    ("O2", ONE): {
+        **dict.fromkeys(("float32", "torch's", "over stand-ins"), 2 + 2 + 4 + 8),
+        "int8": 2 + 2 + 4 + IN_8_BITS,
+    },
+    ("O2", TWO): {"float32": 2 + 2 + 4 + 8},
+    # Without rests, and in float32 as torch has it.
+    ("O3", ONE): {"bfloat16": 2 + 2 + 4},
+    ("O0", ONE): dict.fromkeys(("float32", "torch's"), 4 + 4 + 8),
+}
+ROWS = [(level, name, blocks, size) for (level, blocks), of in BYTES.items() for name, size in of.items()]
 
 
-@pytest.mark.parametrize(
-    ("level", "name", "blocks", "expected"),
-    [
-        *OF_O5,
-        # Weight, rest, gradient, moments.
-        (STORED_BF16, "float32", ONE, 2 + 2 + 2 + 8),
-        (STORED_BF16, "torch's", ONE, 2 + 2 + 2 + 8),
-        (STORED_BF16, "over stand-ins", ONE, 2 + 2 + 2 + 8),
-        (STORED_BF16, "bfloat16", ONE, 2 + 2 + 2 + 4),
-        (STORED_BF16, "int8", ONE, 2 + 2 + 2 + IN_8_BITS),
-        *((AT_A_SCALE, name, blocks, 2 + 2 + 2 + 8) for name in ("float32", "torch's") for blocks in (ONE, DELAYED)),
-        # A sum of blocks is float32, and a gradient that came in float16 at a loss scale.
-        (STORED_BF16, "float32", TWO, 2 + 2 + 4 + 8),
-        (STORED_BF16, "float32", DELAYED, 2 + 2 + 2 + 8),
-        (STORED_BF16, "torch's", DELAYED, 2 + 2 + 2 + 8),
-        (STORED_BF16, "torch's", TWO, 2 + 2 + 4 + 8),
-        ("O2", "float32", ONE, 2 + 2 + 4 + 8),
-        ("O2", "torch's", ONE, 2 + 2 + 4 + 8),
-        ("O2", "over stand-ins", ONE, 2 + 2 + 4 + 8),
-        ("O2", "float32", TWO, 2 + 2 + 4 + 8),
-        ("O2", "int8", ONE, 2 + 2 + 4 + IN_8_BITS),
-        # Without rests, and in float32 as torch has it.
-        ("O3", "bfloat16", ONE, 2 + 2 + 4),
-        ("O0", "float32", ONE, 4 + 4 + 8),
-        ("O0", "torch's", ONE, 4 + 4 + 8),
-    ],
-)
+@pytest.mark.parametrize("level, name, blocks, expected", ROWS)
 def test_bytes_per_parameter(level, name, blocks, expected):
     before = bytes_held()
     settings = {"cast_model_type": torch.float16, "loss_scale": 128.0} if level == "O2" else {}

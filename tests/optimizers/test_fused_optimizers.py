@@ -16,6 +16,7 @@ from helpers import (
     take_steps,
 )
 from torch import nn
+from updates import lamb64, novograd64, sgd64
 
 import ampkit
 from ampkit import optimizers
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.switch
 STEPS = 5
 ADAM = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
+ADAGRAD = dict(lr=0.1, eps=1e-8, weight_decay=0.05)
 # name: (our class, settings, twin in torch.optim, its settings)
 TWINS = {
     "sgd": ("FusedSGD", dict(lr=0.1), torch.optim.SGD, dict(lr=0.1)),
@@ -35,12 +37,7 @@ TWINS = {
     "adamw": ("FusedAdam", ADAM, torch.optim.AdamW, ADAM),
     "adam": ("FusedAdam", ADAM | dict(adam_w_mode=False), torch.optim.Adam, ADAM),
     "adam_capturable": ("FusedAdam", ADAM | dict(capturable=True), torch.optim.AdamW, ADAM),
-    "adagrad": (
-        "FusedAdagrad",
-        dict(lr=0.1, eps=1e-8, weight_decay=0.05),
-        torch.optim.Adagrad,
-        dict(lr=0.1, eps=1e-8, weight_decay=0.05),
-    ),
+    "adagrad": ("FusedAdagrad", ADAGRAD, torch.optim.Adagrad, ADAGRAD),
 }
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
@@ -81,6 +78,16 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
 
 
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
+def test_a_copied_optimizer_has_its_settings(name):
+    params = several_params(torch.float32)
+    optimizer = fused_class(name)(params, **FUSED_SETTINGS[name] | dict(lr=0.25, weight_decay=0.5))
+    copied, twin = copy.deepcopy((params, optimizer))
+    for one, its in ((optimizer, params), (twin, copied)):
+        take_steps(one, its, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
@@ -110,92 +117,49 @@ def test_state_that_holds_none_is_loaded():
         assert param.tolist() == [expected] * 2
 
 
-def lamb(params, steps, lr, betas, eps, weight_decay, max_grad_norm, decoupled=True, averaging=True, nvlamb=False):
-    """You et al. 2020, algorithm 2, with the gradients of all tensors clipped together first."""
-    w = [p.detach().double() for p in params]
-    m, v = ([torch.zeros_like(p) for p in w] for _ in range(2))
-    for step in steps:
-        g = [gradient.double() for gradient in drawn_gradients(step, params)]
-        norm = sum(x.square().sum() for x in g).sqrt()
-        g = [x * min(1.0, max_grad_norm / norm) if max_grad_norm > 0 else x for x in g]
-        t = step + 1
-        for i in range(len(w)):
-            gradient = g[i] if decoupled else g[i] + weight_decay * w[i]
-            m[i] = betas[0] * m[i] + ((1 - betas[0]) if averaging else 1.0) * gradient
-            v[i] = betas[1] * v[i] + (1 - betas[1]) * gradient**2
-            r = (m[i] / (1 - betas[0] ** t)) / ((v[i] / (1 - betas[1] ** t)).sqrt() + eps)
-            r = r + weight_decay * w[i] if decoupled else r
-            ratio = w[i].norm() / r.norm() if (nvlamb or weight_decay) and w[i].norm() > 0 and r.norm() > 0 else 1.0
-            w[i] = w[i] - lr * ratio * r
-    return w
+def in_float64(params, states, update, max_norm=0.0):
+    """The values after ``update`` of each with its drawn gradients, which ``max_norm`` clips together."""
+    values = [p.detach().double() for p in params]
+    states = [[torch.zeros_like(p) for _ in range(states)] for p in values]
+    for step in range(STEPS):
+        gradients = [gradient.double() for gradient in drawn_gradients(step, params)]
+        norm = sum(x.square().sum() for x in gradients).sqrt()
+        factor = min(1.0, max_norm / norm) if max_norm > 0 else 1.0
+        for i, gradient in enumerate(gradients):
+            update(step, i, gradient * factor, values[i], states[i])
+    return values
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        dict(weight_decay=0.0),
-        dict(weight_decay=0.0, use_nvlamb=True),
-        dict(adam_w_mode=False),
-        dict(grad_averaging=False),
-        dict(max_grad_norm=0.0),
-        dict(max_grad_norm=0.5),
+        *({}, dict(weight_decay=0.0), dict(weight_decay=0.0, use_nvlamb=True), dict(adam_w_mode=False)),
+        *(dict(grad_averaging=False), dict(max_grad_norm=0.0), dict(max_grad_norm=0.5)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedMixedPrecisionLamb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_lamb_is_the_published_update(name, extra, dtype):
+    """You et al. 2020, algorithm 2, with the gradients of all tensors clipped together first."""
     settings = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=1.0) | extra
+    rule = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    rule |= dict(decoupled=extra.get("adam_w_mode", True), grad_averaging=extra.get("grad_averaging", True))
+    rule["trusts"] = extra.get("use_nvlamb", False) or settings["weight_decay"] > 0
+
+    def update(step, i, gradient, value, states):
+        lamb64(gradient, value, states, step=step + 1, **rule)
+
     params = several_params(dtype)
-    plain = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay", "max_grad_norm")}
-    expected = lamb(
-        params,
-        range(STEPS),
-        **plain,
-        decoupled=settings.get("adam_w_mode", True),
-        averaging=settings.get("grad_averaging", True),
-        nvlamb=settings.get("use_nvlamb", False),
-    )
+    expected = in_float64(params, 2, update, settings["max_grad_norm"])
     take_steps(fused_class(name)(params, **settings), params, range(STEPS))
     assert_all_close(params, expected, TOLERANCES[dtype])
-
-
-def novograd(params, steps, lr, betas, eps, wd, inside, averaging, correction, norm_type, init_zero):
-    w = [p.detach().double() for p in params]
-    m, n = [torch.zeros_like(p) for p in w], [None] * len(w)
-    order = 2 if norm_type == 2 else float("inf")
-    for step in steps:
-        t = step + 1
-        c1, c2 = (1 - betas[0] ** t, (1 - betas[1] ** t) ** 0.5) if correction else (1.0, 1.0)
-        for i, gradient in enumerate(drawn_gradients(step, params)):
-            g = gradient.double()
-            now = g.norm(order)
-            if n[i] is None:
-                n[i] = torch.zeros_like(now) if init_zero else now
-            if norm_type == 2:
-                n[i] = (betas[1] * n[i] ** 2 + (1 - betas[1]) * now**2).sqrt()
-            else:
-                n[i] = betas[1] * n[i] + (1 - betas[1]) * now
-            scaled = g / (n[i] / c2 + eps)
-            share = (1 - betas[0]) if averaging else 1.0
-            if inside:
-                m[i] = betas[0] * m[i] + share * (scaled + wd * w[i])
-                w[i] = w[i] - lr * m[i] / c1
-            else:
-                m[i] = betas[0] * m[i] + share * g
-                w[i] = w[i] - lr * ((m[i] / c1) / (n[i] / c2 + eps) + wd * w[i])
-    return w
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        {},
-        dict(reg_inside_moment=True),
-        dict(norm_type=0),
-        dict(init_zero=True),
-        dict(grad_averaging=False),
+        *({}, dict(reg_inside_moment=True), dict(norm_type=0), dict(init_zero=True), dict(grad_averaging=False)),
         # Ginsburg et al. 2019, algorithm 1, to the letter:
         dict(reg_inside_moment=True, grad_averaging=False, bias_correction=False),
     ],
@@ -203,64 +167,64 @@ def novograd(params, steps, lr, betas, eps, wd, inside, averaging, correction, n
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_novograd_is_the_published_update(extra, dtype):
-    settings = dict(lr=0.02, betas=(0.9, 0.7), eps=1e-6, weight_decay=0.1)
-    params = several_params(dtype)
-    expected = novograd(
-        params,
-        range(STEPS),
-        settings["lr"],
-        settings["betas"],
-        settings["eps"],
-        settings["weight_decay"],
-        inside=extra.get("reg_inside_moment", False),
-        averaging=extra.get("grad_averaging", True),
-        correction=extra.get("bias_correction", True),
-        norm_type=extra.get("norm_type", 2),
-        init_zero=extra.get("init_zero", False),
-    )
-    take_steps(apex_optimizers.FusedNovoGrad(params, **settings, **extra), params, range(STEPS))
+    settings = dict(lr=0.02, betas=(0.9, 0.7), eps=1e-6, weight_decay=0.1, **extra)
+    norms, params = [], several_params(dtype)
+
+    def update(step, i, gradient, value, states):
+        if step == 0:
+            first = gradient.norm(extra.get("norm_type", 2) or float("inf"))
+            norms.append(torch.zeros_like(first) if extra.get("init_zero") else first)
+        novograd64(gradient, value, states, norms[i], step=step + 1, **settings)
+
+    expected = in_float64(params, 1, update)
+    take_steps(apex_optimizers.FusedNovoGrad(params, **settings), params, range(STEPS))
     assert_all_close(params, expected, TOLERANCES[dtype])
-
-
-def lars(params, steps, lr, momentum, wd, tc, eps, nesterov=False, skipped=False):
-    """You et al. 2017, algorithm 1: a local rate times gradient and weight decay, then momentum."""
-    w = [p.detach().double() for p in params]
-    buffers = [None] * len(w)
-    for step in steps:
-        for i, gradient in enumerate(drawn_gradients(step, params)):
-            g = gradient.double()
-            local = tc * w[i].norm() / (g.norm() + wd * w[i].norm() + eps)
-            d = (g + wd * w[i]) * (1.0 if skipped else local)
-            buffers[i] = d if buffers[i] is None else momentum * buffers[i] + d
-            w[i] = w[i] - lr * (d + momentum * buffers[i] if nesterov else buffers[i])
-    return w
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("skipped", [False, True])
 def test_lars_is_the_published_update(nesterov, skipped):
+    """You et al. 2017, algorithm 1: a local rate times gradient and weight decay, then momentum."""
+    settings = dict(lr=0.5, momentum=0.9, weight_decay=0.1, nesterov=nesterov)
+
+    def update(step, i, gradient, value, states):
+        trust = 1.0 if skipped else 0.02 * value.norm() / (gradient.norm() + 0.1 * value.norm() + 1e-9)
+        sgd64(gradient, value, states, trust, first_run=step == 0, **settings)
+
     params = several_params(torch.float32)
-    expected = lars(params, range(STEPS), 0.5, 0.9, 0.1, 0.02, 1e-9, nesterov, skipped)
-    optimizer = apex_optimizers.FusedLARS(
-        [dict(params=params, is_skipped=skipped)],
-        lr=0.5,
-        momentum=0.9,
-        weight_decay=0.1,
-        trust_coefficient=0.02,
-        eps=1e-9,
-        nesterov=nesterov,
-    )
+    expected = in_float64(params, 1, update)
+    groups = [dict(params=params, is_skipped=skipped)]
+    optimizer = apex_optimizers.FusedLARS(groups, trust_coefficient=0.02, eps=1e-9, **settings)
     take_steps(optimizer, params, range(STEPS))
     assert_all_close(params, expected, 1e-5)
 
 
-@pytest.mark.parametrize("bias_correction, expected", [(True, 0.9), (False, 0.8)])
-def test_adam_corrects_its_bias_unless_told_not_to(bias_correction, expected):
-    p = nn.Parameter(torch.tensor([1.0]))
-    p.grad = torch.tensor([2.0])
-    optimizers.FusedAdam([p], lr=0.1, betas=(0.5, 0.9375), eps=0.0, bias_correction=bias_correction).step()
+# Optimizer, its settings, the parameter, its gradient, and its values after steps.
+ON_PAPER = {
     # m = 0.5 * 2 = 1 and v = 0.0625 * 4 = 0.25: the step is 0.1 * 1 / 0.5. Corrected, m is 2 and v is 4.
-    assert torch.allclose(p.detach(), torch.tensor([expected]))
+    "adam": ("FusedAdam", dict(lr=0.1, betas=(0.5, 0.9375), eps=0.0), 1.0, 2.0, [0.9]),
+    "adam, bias": ("FusedAdam", dict(lr=0.1, betas=(0.5, 0.9375), eps=0.0, bias_correction=False), 1.0, 2.0, [0.8]),
+    # m = 1: w = 2 - 0.5 * (1 + 0.2) = 1.4; m = 1.5: w = 1.4 - 0.5 * (1.5 + 0.14) = 0.58
+    "sgd, decay stays out of momentum": (
+        *("FusedSGD", dict(lr=0.5, momentum=0.5, weight_decay=0.1, wd_after_momentum=True), 2.0, 1.0, [1.4, 0.58]),
+    ),
+    "adagrad": ("FusedAdagrad", dict(lr=0.5, weight_decay=0.1, eps=0.0), 2.0, 3.0, [2.0 - 0.5]),
+    "adagrad, decoupled": (
+        *("FusedAdagrad", dict(lr=0.5, weight_decay=0.1, eps=0.0, adagrad_w_mode=True), 2.0, 3.0),
+        [2.0 - 0.5 * (1 + 0.1 * 2.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_PAPER)
+def test_steps_on_paper(case):
+    name, settings, value, gradient, expected = ON_PAPER[case]
+    p = nn.Parameter(torch.tensor([value]))
+    optimizer = fused_class(name)([p], **settings)
+    for after in expected:
+        p.grad = torch.tensor([gradient])
+        optimizer.step()
+        assert torch.allclose(p.detach(), torch.tensor([after]))
 
 
 def test_adagrad_heeds_the_lr_decay_of_a_checkpoint_of_torchs():
@@ -271,24 +235,6 @@ def test_adagrad_heeds_the_lr_decay_of_a_checkpoint_of_torchs():
         p.grad = torch.ones(1)
         optimizer.step()
         assert torch.allclose(p.detach(), torch.tensor([expected]))
-
-
-def test_sgd_weight_decay_after_momentum_stays_out_of_it():
-    p = nn.Parameter(torch.tensor([2.0]))
-    optimizer = optimizers.FusedSGD([p], lr=0.5, momentum=0.5, weight_decay=0.1, wd_after_momentum=True)
-    for _ in range(2):
-        p.grad = torch.tensor([1.0])
-        optimizer.step()
-    # m = 1: w = 2 - 0.5 * (1 + 0.2) = 1.4; m = 1.5: w = 1.4 - 0.5 * (1.5 + 0.14) = 0.58
-    assert torch.allclose(p.detach(), torch.tensor([0.58]))
-
-
-@pytest.mark.parametrize("adagrad_w_mode, expected", [(False, 2.0 - 0.5), (True, 2.0 - 0.5 * (1 + 0.1 * 2.0))])
-def test_adagrad_decouples_weight_decay_on_request(adagrad_w_mode, expected):
-    p = nn.Parameter(torch.tensor([2.0]))
-    p.grad = torch.tensor([3.0])
-    fused_class("FusedAdagrad")([p], lr=0.5, weight_decay=0.1, adagrad_w_mode=adagrad_w_mode, eps=0.0).step()
-    assert torch.allclose(p.detach(), torch.tensor([expected]))
 
 
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
@@ -303,35 +249,33 @@ def test_gradients_of_zero_move_nothing_without_weight_decay(name):
     assert all(torch.equal(a, b) for a, b in zip(before, params))
 
 
-@pytest.mark.parametrize(
-    "settings", [dict(), dict(lr=-1.0), dict(lr=0.1, momentum=-1.0), dict(lr=0.1, nesterov=True)], ids=str
-)
-def test_fused_sgd_refuses_what_torchs_refuses(settings):
-    with pytest.raises(ValueError):
-        optimizers.FusedSGD(several_params(torch.float32), **settings)
+NO_NUMBERS = [dict(lr=-0.1), dict(lr="0.1"), dict(lr=None), dict(lr=float("nan")), dict(weight_decay=-1)]
 
 
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
-@pytest.mark.parametrize(
-    "wrong", [dict(lr=-0.1), dict(lr="0.1"), dict(lr=None), dict(lr=float("nan")), dict(weight_decay=-1)], ids=str
-)
+@pytest.mark.parametrize("wrong", NO_NUMBERS, ids=str)
 def test_a_setting_out_of_its_range_is_refused_by_name_and_value(name, wrong):
-    (setting, value), cls = *wrong.items(), fused_class(name)
-    with pytest.raises(
-        ValueError, match=f"{name}: {setting}={value!r} is not accepted: expected a number of at least 0"
-    ):
-        cls(several_params(torch.float32), **FUSED_SETTINGS[name] | wrong)
-    params = several_params(torch.float32)
+    (setting, value), cls, params = *wrong.items(), fused_class(name), several_params(torch.float32)
+    expected = f"{name}: {setting}={value!r} is not accepted: expected a number of at least 0"
+    with pytest.raises(ValueError, match=expected):
+        cls(params, **FUSED_SETTINGS[name] | wrong)
     optimizer = cls(params[:1], **FUSED_SETTINGS[name])
     with pytest.raises(ValueError, match=setting):
         optimizer.add_param_group({"params": params[1:], **wrong})
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("betas", [0.9, (0.9,), (1.0, 0.999), ("0.9", 0.999)], ids=str)
-def test_betas_that_are_no_two_numbers_below_1_are_refused(betas):
-    with pytest.raises(ValueError, match="expected two numbers, each at least 0 and below 1"):
-        optimizers.FusedAdam(several_params(torch.float32), betas=betas)
+BETAS = "expected two numbers, each at least 0 and below 1"
+REFUSED = [
+    *(("FusedAdam", dict(betas=betas), BETAS) for betas in (0.9, (0.9,), (1.0, 0.999), ("0.9", 0.999))),
+    *(("FusedSGD", wrong, None) for wrong in (dict(), dict(lr=0.1, momentum=-1.0), dict(lr=0.1, nesterov=True))),
+]
+
+
+@pytest.mark.parametrize("name, settings, said", REFUSED, ids=str)
+def test_settings_that_torch_refuses_are_refused(name, settings, said):
+    with pytest.raises(ValueError, match=said):
+        fused_class(name)(several_params(torch.float32), **settings)
 
 
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
@@ -360,41 +304,27 @@ def test_zero_grad_takes_set_to_none_and_closures_return_their_loss(name):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in params)
-    optimizer.zero_grad()
 
 
-def test_new_groups_are_trained():
-    params = several_params(torch.float32)
-    optimizer = optimizers.FusedAdam(params[:2], lr=0.1)
-    take_steps(optimizer, params, range(1))
-    before = [p.detach().clone() for p in params]
-    optimizer.add_param_group({"params": params[2:], "lr": 0.2})
-    take_steps(optimizer, params, range(1))
-    assert all(not torch.equal(a, b) for a, b in zip(before, params))
-    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 1, 1, 1]
+SETTINGS_IN_TENSORS = {
+    "capturable": (lambda groups: optimizers.FusedAdam(groups, capturable=True), ["lr"]),
+    "mixed_lamb": (lambda groups: apex_optimizers.FusedMixedPrecisionLamb(groups), ["lr", "step"]),
+}
 
 
-@pytest.mark.parametrize(
-    "make, names",
-    [
-        (lambda groups: optimizers.FusedAdam(groups, capturable=True), ["lr"]),
-        (lambda groups: apex_optimizers.FusedMixedPrecisionLamb(groups), ["lr", "step"]),
-    ],
-    ids=["capturable", "mixed_lamb"],
-)
+@pytest.mark.parametrize("make, names", SETTINGS_IN_TENSORS.values(), ids=SETTINGS_IN_TENSORS)
 def test_settings_that_are_tensors_stand_beside_the_parameters(make, names):
     """A step that copies them from the host cannot be captured in a graph. No GPU is needed to see where they are."""
 
     def on_meta():
-        return torch.nn.Parameter(torch.empty(3, device="meta"))
+        return nn.Parameter(torch.empty(3, device="meta"))
 
     optimizer = make([{"params": [on_meta()]}, {"params": [on_meta()], "lr": 0.5}])
     optimizer.add_param_group({"params": [on_meta()], "lr": torch.tensor(0.25)})
-    elsewhere = make([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(3)])
+    elsewhere = make([{"params": [nn.Parameter(torch.ones(3))]} for _ in range(3)])
     assert [group["lr"].device.type for group in elsewhere.param_groups] == ["cpu"] * 3
     optimizer.load_state_dict(elsewhere.state_dict())
-    for group in optimizer.param_groups:
-        assert all(group[name].device.type == "meta" for name in names)
+    assert all(group[name].device.type == "meta" for group in optimizer.param_groups for name in names)
     elsewhere.param_groups[0]["lr"] = 0.125  # as a script may
     elsewhere.param_groups[0]["params"][0].grad = torch.ones(3)
     elsewhere.step()
@@ -402,38 +332,33 @@ def test_settings_that_are_tensors_stand_beside_the_parameters(make, names):
     assert len({id(group[name]) for group in elsewhere.param_groups for name in names}) == 3 * len(names)
 
 
+UNSCALING = {
+    "capturable": lambda params: optimizers.FusedAdam(params, lr=0.1, capturable=True),
+    "masters": lambda params: apex_optimizers.FusedAdam(params, lr=0.1, capturable=True, master_weights=True),
+    "mixed_lamb": lambda params: apex_optimizers.FusedMixedPrecisionLamb(params, lr=0.1),
+}
+
+
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
 @pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: optimizers.FusedAdam(params, lr=0.1, capturable=True),
-        lambda params: apex_optimizers.FusedAdam(params, lr=0.1, capturable=True, master_weights=True),
-        lambda params: apex_optimizers.FusedMixedPrecisionLamb(params, lr=0.1),
-    ],
-    ids=["capturable", "masters", "mixed_lamb"],
-)
+@pytest.mark.parametrize("make", UNSCALING.values(), ids=UNSCALING)
 def test_optimizers_that_unscale_work_inside_grad_scaler(make, unscale_first):
     params, plain = several_params(torch.float32), several_params(torch.float32)
     optimizer, reference = make(params), make(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for param, twin, gradient in zip(params, plain, drawn_gradients(0, params)):
         param.grad, twin.grad = gradient * 1024.0, gradient
-    scaler.scale(torch.ones(()))
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
     reference.step()
-    assert_all_close(params, plain, 1e-6)
-
-    params[0].grad.fill_(float("inf"))
-    before = [p.detach().clone() for p in params]
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(before, params))
+    scaler.scale(torch.ones(()))
+    for overflows in (False, True):
+        before = [p.detach().clone() for p in params]
+        if overflows:
+            params[0].grad.fill_(float("inf"))
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_all_close(params, *((before, 0.0) if overflows else (plain, 1e-6)))
     assert scaler.get_scale() == 512.0
 
 

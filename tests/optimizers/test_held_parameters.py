@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, initialize_quietly, net_with_norm
+from helpers import (
+    STORED_BF16,
+    backward,
+    backward_of_one_weight,
+    initialize_quietly,
+    iterate,
+    net_with_norm,
+    one_weight,
+)
 from torch import nn
 
 import ampkit
@@ -32,9 +40,7 @@ OPTIMIZERS = {
 WAYS = {
     "all of them": lambda model, group: group.update(params=list(model.parameters())),
     "by a generator": lambda model, group: group.update(params=(param for param in model.parameters())),
-    "one by one": lambda model, group: [
-        group["params"].__setitem__(index, param) for index, param in enumerate(model.parameters())
-    ],
+    "one by one": lambda model, group: [group["params"].__setitem__(i, p) for i, p in enumerate(model.parameters())],
 }
 
 
@@ -106,10 +112,8 @@ class WithItsOwnList(torch.optim.Optimizer):
     """SGD over a list of its own, kept beside its groups."""
 
     def __init__(self, params, lr=0.1, through_data=False):
-        self.own = list(params)
-        self.through_data = through_data
-        super().__init__(self.own, {"lr": lr})
-        self.own = list(self.own)
+        self.own, self.through_data = list(params), through_data
+        super().__init__(list(self.own), {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -158,10 +162,8 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
 def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    model, optimizer = initialize_quietly(model, lambda p: WithItsOwnList(p, lr=1.0), level, policy="apex")
-    backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
+    model, optimizer = one_weight(make_optimizer=WithItsOwnList, opt_level=level, policy="apex")
+    backward_of_one_weight(model, optimizer, 0.25)
     optimizer.step()
     assert model.weight.item() == 0.75
 
@@ -169,21 +171,16 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
 @pytest.mark.parametrize("level", ("O1", "O2", STORED_BF16, "O5"))
 @pytest.mark.parametrize("make", ("SGD", "FusedSGD"))
 def test_state_lies_under_the_models_weights_in_float32(make, level):
-    model = model_of_test()
-    model, optimizer = ampkit.initialize(model, OPTIMIZERS[make](model.parameters()), **at(level, verbosity=0))
-    backward(loss_of(model), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = initialize_quietly(model_of_test(), OPTIMIZERS[make], level)
+    iterate(lambda: loss_of(model), optimizer)
     for param in model.parameters():
         assert optimizer.state[param]["momentum_buffer"].dtype is torch.float32
         optimizer.state[param]["momentum_buffer"] = torch.full(param.shape, 0.5)
     before = {name: value.double() for name, value in model.state_dict().items()}
-    backward(loss_of(model) * 0.0, optimizer)
-    optimizer.step()
-    for name, _ in model.named_parameters():
-        expected = before[name] - 0.1 * 0.9 * 0.5
-        assert torch.allclose(model.state_dict()[name].double(), expected, atol=1e-6), name
-    assert optimizer.state_dict()["state"].keys() == set(range(len(list(model.parameters()))))
+    iterate(lambda: loss_of(model) * 0.0, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value.double(), before[name] - 0.1 * 0.9 * 0.5, atol=1e-6), name
+    assert optimizer.state_dict()["state"].keys() == set(range(len(before)))
 
 
 class SAM(torch.optim.Optimizer):

@@ -55,7 +55,6 @@ def change(make, how, width=16, born_in=torch.float32):
     return torch.cat(values) - torch.cat(before)
 
 
-# Narrow gradients are for matrices of 4096 elements.
 @pytest.mark.parametrize("level, width", (("O1", 16), ("O2", 16), ("O5", 600)))
 @pytest.mark.parametrize("make", (muon_and_adamw, with_float32_gradients, one_by_one), ids=lambda make: make.__name__)
 def test_they_train_as_well_as_under_autocast(make, width, level):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import backward, iterate
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,6 +23,7 @@ def params_of(optimizer):
 # When the hook runs, the parameters that it has, and what it does to each.
 HOOKS = {
     "halves gradients of the model": ("before", "model", lambda p: p.grad.mul_(0.5)),
+    "halves gradients, of all optimizers": ("before, of all optimizers", "model", lambda p: p.grad.mul_(0.5)),
     "assigns gradients of the model": ("before", "model", lambda p: setattr(p, "grad", p.grad * 0.5)),
     "halves gradients of the groups": ("before", "groups", lambda p: p.grad.mul_(0.5)),
     "halves the model": ("before", "model", lambda p: p.data.mul_(0.5)),
@@ -44,6 +45,17 @@ OPTIMIZERS = {
 }
 
 
+def place_on_all(optimizer, write):
+    return register_optimizer_step_pre_hook(lambda one, *_: write() if one is optimizer else None)
+
+
+PLACES = {
+    "before": lambda optimizer, write: optimizer.register_step_pre_hook(lambda *_: write()),
+    "after": lambda optimizer, write: optimizer.register_step_post_hook(lambda *_: write()),
+    "before, of all optimizers": place_on_all,
+}
+
+
 def train(make_optimizer, hook, level=None):
     """The weights and the output after two steps."""
     model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
@@ -53,23 +65,21 @@ def train(make_optimizer, hook, level=None):
     if level is not None:
         model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     when, whose, write = hook
-    place = optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook
 
     @torch.no_grad()
-    def write_all(*_):
+    def write_all():
         for p in model.parameters() if whose == "model" else params_of(optimizer):
             write(p)
 
-    place(write_all)
-    x = torch.ones(1, 2)
+    handle, x = PLACES[when](optimizer, write_all), torch.ones(1, 2)
     for _ in range(2):
         optimizer.zero_grad()
         loss = model(x).sum()
         with nullcontext(loss) if level is None else ampkit.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    outputs = model(x).float()
-    return [*(values.clone() for values in model.state_dict().values()), outputs]
+    handle.remove()
+    return [*(values.clone() for values in model.state_dict().values()), model(x).float()]
 
 
 @pytest.mark.parametrize(
@@ -85,36 +95,12 @@ def test_what_a_step_hook_writes_counts(name, optimizer_name, level):
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_hook_of_all_optimizers_counts(make_optimizer):
-    expected = train(make_optimizer, HOOKS["halves gradients of the model"])
-    model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
-    for p in model.parameters():
-        nn.init.ones_(p)
-    model, optimizer = ampkit.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
-
-    def halve(*_):
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-
-    hook = register_optimizer_step_pre_hook(halve)
-    try:
-        iterate(lambda: model(torch.ones(1, 2)).sum(), optimizer, 2)
-    finally:
-        hook.remove()
-    for value, want in zip(model.state_dict().values(), expected):
-        assert torch.equal(value, want)
-
-
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_gradients_that_a_hook_looks_at_were_clipped_once(make_optimizer):
     """The four gradients are 1, their norm is 2, and clipping it to 1 halves them."""
-    seen = []
-    weight = nn.Linear(4, 1, bias=False)
-    nn.init.zeros_(weight.weight)
-    model, optimizer = ampkit.initialize(
-        weight, make_optimizer(weight.parameters()), opt_level="O2", policy="apex", verbosity=0
-    )
-    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0].grad.float()))
+    seen, model = [], nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = initialize_quietly(model, make_optimizer, "O2", policy="apex")
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(params_of(one)[0].grad.float()))
     backward(model(torch.ones(1, 4)).sum(), optimizer)
     ampkit.clip_grad_norm_(optimizer, 1.0)
     optimizer.step()

@@ -5,6 +5,7 @@ row leaves alone may change by a bit, and a step without a gradient changes noth
 """
 
 import copy
+import functools
 import gc
 import threading
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.apex.optimizers import FusedLAMB
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 EXACT, HALF = "exact", "half"
@@ -30,6 +32,8 @@ OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
+    "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.02),
 }
 # Each setting, and each optimizer.
 PAIRS = [("O2", "FusedSGD"), ("O2", "SGD"), ("bfloat16", "AdamW"), ("float16", "FusedAdam")]
@@ -52,6 +56,13 @@ def float32_values(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def assert_values(model, expected):
+    values = model.state_dict()
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert value.dtype is expected[name].dtype and torch.equal(value, expected[name]), name
+
+
 def elsewhere(write):
     thread = threading.Thread(target=write)
     thread.start()
@@ -63,7 +74,12 @@ def bits(tensor):
     return tensor.detach().view(torch.int16).numpy()
 
 
-# Weights: the numbers in them afterwards are their values. An assigned float32 tensor is the float32 value.
+def mask_of(p):
+    return (torch.rand(p.shape, generator=torch.Generator().manual_seed(0)) > 0.5).float()
+
+
+# Weights: the numbers in them afterwards are their values. An assigned float32 tensor is the float32 value. Elements that hold the
+# number that they held before have the float32 value that they had, to the last bit.
 
 
 WRITTEN = {
@@ -80,6 +96,12 @@ WRITTEN = {
     "in another thread": lambda p: elsewhere(lambda: p.data.mul_(1.5)),
     "in shared memory": lambda p: (p.data.share_memory_(), p.data.mul_(1.5)),
     "clamped to a point": lambda p: p.data.clamp_(0.25, 0.25),
+    # Masks, of elements that stay as they were.
+    "masked": lambda p: p.mul_(mask_of(p).to(p.dtype)),
+    "masked through data": lambda p: p.data.mul_(mask_of(p).to(p.dtype)),
+    "masked in float32": lambda p: setattr(p, "data", p.data * mask_of(p)),
+    "mask filled": lambda p: p.data.masked_fill_(mask_of(p) == 0, 0.0),
+    "mask by index": lambda p: p.__setitem__(mask_of(p) == 0, 0.0),
     # Adaptive sharpness-aware minimization comes back by arithmetic, which torch rounds in lower precision too.
     "asam": lambda p: p.add_(torch.full_like(p, 0.01)).sub_(torch.full_like(p, 0.01)),
 }
@@ -109,44 +131,26 @@ def assert_step_without_gradients_changes_nothing(model, optimizer):
 def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     model, optimizer = prepared(setting, optimizer)
     before, dtype = float32_values(model), model[2].weight.dtype
-    with torch.no_grad():
-        WRITTEN[way](model[2].weight)
-        expected = model[2].weight.detach().float().clone()
-    model(torch.ones(2, 6))
-    assert model[2].weight.dtype is dtype and torch.equal(model[2].weight, expected.to(dtype))
-    after = float32_values(model)
-    assert_within(after.pop("2.weight"), expected, EXACT if way == "assigned float32" else HALF, dtype)
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    for _ in range(3 if way.startswith("mask") else 1):  # in every iteration, as pruning does
+        held = model[2].weight.detach().clone()
+        with torch.no_grad():
+            WRITTEN[way](model[2].weight)
+            expected = model[2].weight.detach().float().clone()
+        model(torch.ones(2, 6))
+        assert model[2].weight.dtype is dtype and torch.equal(model[2].weight, expected.to(dtype))
+        after, is_kept = float32_values(model)["2.weight"], model[2].weight == held
+        if way == "assigned float32":
+            assert_within(after, expected, EXACT, dtype)
+        else:
+            assert_within(after[~is_kept], expected[~is_kept], HALF, dtype)
+            assert torch.equal(after[is_kept], before["2.weight"][is_kept])
+        before["2.weight"] = after
+        assert_values(model, before)
+    assert not way.startswith("mask") or is_kept.all()
     assert_step_without_gradients_changes_nothing(model, optimizer)
     x, y = random_batch(2)
     iterate(lambda: F.mse_loss(model(x).float(), y), optimizer)
     assert all(value.isfinite().all() for value in float32_values(model).values())
-
-
-# Masks: elements that are kept do not change by a bit, masked elements are 0.
-
-
-MASKED = {
-    "in place": lambda p, mask: p.mul_(mask.to(p.dtype)),
-    "through data": lambda p, mask: p.data.mul_(mask.to(p.dtype)),
-    "by a float32 mask": lambda p, mask: setattr(p, "data", p.data * mask),
-    "filled": lambda p, mask: p.data.masked_fill_(mask == 0, 0.0),
-    "by index": lambda p, mask: p.__setitem__(mask == 0, 0.0),
-}
-
-
-@each_pair
-@pytest.mark.parametrize("way", MASKED)
-def test_masked_weights_are_zero_and_the_others_as_they_were(way, setting, optimizer):
-    model, optimizer = prepared(setting, optimizer)
-    mask = (torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) > 0.5).float()
-    expected = float32_values(model)["2.weight"] * mask
-    for _ in range(3):  # in every iteration, as pruning does
-        with torch.no_grad():
-            MASKED[way](model[2].weight, mask)
-        model(torch.ones(2, 6))
-    assert torch.equal(float32_values(model)["2.weight"], expected)
-    assert_step_without_gradients_changes_nothing(model, optimizer)
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
@@ -241,8 +245,7 @@ def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
             for p, values in zip(matrices, kept):
                 put_back(p, values)
         evaluated(model)
-    after = float32_values(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_values(model, before)
     assert_step_without_gradients_changes_nothing(model, optimizer)
 
 
@@ -281,8 +284,7 @@ def test_what_is_put_back_for_a_whole_model_is_back_to_the_last_bit(way, setting
     before = float32_values(model)
     way(model)
     evaluated(model)
-    after = float32_values(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_values(model, before)
 
 
 # Float32 values that ampkit returns: exact. The values of a state_dict() are copies.
@@ -312,6 +314,70 @@ def test_what_is_written_to_master_params_is_taken_over(way, setting, optimizer)
         assert_within(value, expected[name], EXACT, dtype)
 
 
+def test_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
+    """An average swapped in for a validation, and out again."""
+    model, optimizer = prepared("bfloat16")
+    x, before = torch.randn(5, 6), float32_values(model)
+    with torch.no_grad():
+        masters, outputs = list(ampkit.master_params(optimizer)), model(x)
+        for factor, now in ((0.5, 0.5), (2.0, 1.0)):
+            torch._foreach_mul_(masters, factor)
+            assert torch.equal(model(x), outputs) is (now == 1.0)
+            assert_values(model, {name: value * now for name, value in before.items()})
+        vector = nn.utils.parameters_to_vector(masters)
+        nn.utils.vector_to_parameters(vector * 2, masters)  # which assigns ``.data``
+        assert_values(model, {name: value * 2 for name, value in before.items()})
+
+
+def test_what_is_loaded_is_newer_than_what_was_written_to_a_list_of_masters():
+    model, optimizer = prepared("bfloat16")
+    state, masters = float32_values(model), list(ampkit.master_params(optimizer))
+    with torch.no_grad():
+        torch._foreach_mul_(masters, 0.5)
+    model.load_state_dict(state)
+    evaluated(model)
+    del masters
+    assert_values(model, state)
+
+
+def test_masters_that_were_kept_over_close_write_nowhere():
+    model, optimizer = prepared("bfloat16")
+    kept = list(ampkit.master_params(optimizer))
+    ampkit.close()
+    expected = float32_values(model)
+    with torch.no_grad():
+        kept[0].zero_()
+    del kept
+    gc.collect()
+    assert_values(model, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
+    model, _ = prepared("bfloat16")
+    model.to(dtype)
+    state = model.state_dict()  # close leaves the norm as the script has made it
+    expected = {name: value if name.startswith("1.") else value.float() for name, value in state.items()}
+    ampkit.close()
+    assert_values(model, expected)
+
+
+@pytest.mark.parametrize("value", (0.0, float("inf"), float("nan"), 1.0))
+@pytest.mark.parametrize("setting", ["bfloat16", "float16"])
+def test_a_write_to_one_element_of_a_loan_leaves_the_others(setting, value):
+    """Other elements may hold anything meanwhile: an element that is put back has its float32 value again."""
+    model, optimizer = prepared(setting)
+    expected, kept = float32_values(model), model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.fill_(value)
+        evaluated(model)
+        next(iter(ampkit.master_params(optimizer)))[0, 0] = 1.5
+        evaluated(model)
+        model[0].weight.copy_(kept)
+    expected["0.weight"][0, 0] = model.state_dict()["0.weight"][0, 0]  # of two writes
+    assert_values(model, expected)
+
+
 STATE_DICTS = {
     "whole": lambda model: model.state_dict(),
     "keep_vars": lambda model: model.state_dict(keep_vars=True),
@@ -330,7 +396,7 @@ def test_what_is_written_to_a_state_dict_counts_once_it_is_loaded(saved, setting
         state[name].data.mul_(1.3)
     evaluated(model)
     assert_step_without_gradients_changes_nothing(model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in float32_values(model).items())
+    assert_values(model, before)
     with torch.no_grad():
         model[2].weight.fill_(0.5)  # which is not refused: nothing compares it with the state_dict
     model.load_state_dict(state)
@@ -367,7 +433,7 @@ def test_reading_float32_values_writes_nothing(setting):
     model.state_dict()
     evaluated(model)
     model[2].weight.data.copy_(backup)
-    assert all(torch.equal(value, before[name]) for name, value in float32_values(model).items())
+    assert_values(model, before)
 
 
 # Gradients: the step uses the current ``p.grad``. A plain SGD step of rate 1 moves by the gradient.
@@ -379,7 +445,10 @@ GRADIENTS = {
     "assigned": lambda p: setattr(p, "grad", p.grad * 0.5),
     "assigned in its weight's dtype": lambda p: setattr(p, "grad", p.grad.to(p.dtype) * 0.5),
     "clamped": lambda p: p.grad.clamp_(-0.01, 0.01),
+    "copied": lambda p: p.grad.copy_(p.grad.sign() * 0.01),
+    "clipped": lambda p: nn.utils.clip_grad_norm_([p], 0.1),
     "zeroed": lambda p: p.grad.zero_(),
+    "removed from biases": lambda p: setattr(p, "grad", None if p.dim() == 1 else p.grad),
     "of another loss": lambda p: (p.float() * 0.25).sum().backward(),
     "in another thread": lambda p: elsewhere(lambda: p.grad.mul_(0.5)),
     "by foreach": lambda p: torch._foreach_mul_([p.grad], 0.5),
@@ -391,21 +460,32 @@ GRADIENTS = {
     [
         *(("O2", FusedSGD, 3), ("O2", torch.optim.SGD, 1), ("bfloat16", torch.optim.SGD, 3), ("float16", FusedSGD, 1)),
         *(("O1", torch.optim.SGD, 3), ("O5", FusedSGD, 1)),
+        *(("O1", "AdamW", 1), ("O2", "AdamW(fused)", 3), ("bfloat16", "FusedLAMB", 1), ("float16", "FusedAdam", 1)),
+        *(("O5", "AdamW(fused)", 1), ("O5", "FusedAdam", 3)),
     ],
 )
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_what_is_written_to_a_gradient_is_stepped_with(way, setting, make, blocks):
+    """By plain SGD, which moves by the gradient, EXACT; by others as over float32 parameters with these gradients."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     settings = dict(SETTINGS.get(setting, {"opt_level": setting}))
-    model, optimizer = initialize_quietly(model, lambda p: make(p, lr=1.0), settings.pop("opt_level"), **settings)
-    for seed in range(blocks):
-        x, y = random_batch(seed)
-        backward(F.mse_loss(model(x).float(), y), optimizer)
-    before = float32_values(model)
-    for p in model.parameters():
-        GRADIENTS[way](p)
-    expected = {name: before[name] - p.grad.float() for name, p in model.named_parameters()}
-    optimizer.step()
-    for name, value in float32_values(model).items():
-        assert_within(value, expected[name], EXACT, model.weight.dtype)
+    make = OPTIMIZERS[make] if isinstance(make, str) else functools.partial(make, lr=1.0)
+    model, optimizer = initialize_quietly(model, make, settings.pop("opt_level"), **settings)
+    twins = [nn.Parameter(value) for value in float32_values(model).values()]
+    reference = make(twins)
+    for step in range(2):
+        optimizer.zero_grad()
+        for seed in range(blocks):
+            x, y = random_batch(seed + 10 * step)
+            backward(F.mse_loss(model(x).float(), y), optimizer)
+        for p, twin in zip(model.parameters(), twins):
+            GRADIENTS[way](p)
+            twin.grad = None if p.grad is None else p.grad.float().clone()
+        optimizer.step()
+        reference.step()
+        for value, twin in zip(float32_values(model).values(), twins):
+            if isinstance(make, functools.partial):
+                assert_within(value, twin.detach(), EXACT, model.weight.dtype)
+            else:
+                torch.testing.assert_close(value, twin.detach(), rtol=1e-5, atol=2e-6)

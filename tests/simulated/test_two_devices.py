@@ -20,7 +20,6 @@ from ampkit.apex.optimizers import FusedLAMB, FusedNovoGrad
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 TWO = pytest.mark.cuda(count=2)
-LEVELS = others_slow("O1", "O2", of=("O0", "O1", "O2", "O3", "O4", "O5"))
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4),
@@ -60,32 +59,32 @@ def train(model, optimizer, iterations=5, overflow_at=2):
     return loss.item(), [param.detach().float().cpu() for param in model.parameters()]
 
 
+# A model on another device than the current one, and one on two devices; the levels of `make test`, and the tolerances.
+PLACES = {
+    "another": (lambda: net_with_norm(hidden=16).to("cuda:1"), ("O1", "O2"), dict(rtol=1e-3, atol=1e-4)),
+    "two": (Halves, ("O2",), dict(rtol=1e-2, atol=1e-3)),
+}
+PLACED = [
+    pytest.param(place, level, marks=() if level in always else pytest.mark.slow)
+    for place, (_, always, _) in PLACES.items()
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5")
+]
+
+
 @TWO
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("place, level", PLACED)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_model_trains_on_a_device_that_is_not_the_current_one(name, level):
+def test_a_model_trains_on_another_device_than_the_current_one_and_on_two(name, place, level):
+    make, _, tolerance = PLACES[place]
     torch.cuda.set_device(0)
-    here = train(*initialize_quietly(net_with_norm(hidden=16).to("cuda:0"), OPTIMIZERS[name], level))
+    loss, weights = train(*initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level))
     scale = ampkit.state_dict()
     ampkit.close()
-    there = train(*initialize_quietly(net_with_norm(hidden=16).to("cuda:1"), OPTIMIZERS[name], level))
-    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
+    loss_there, weights_there = train(*initialize_quietly(make(), OPTIMIZERS[name], level))
+    assert loss_there == pytest.approx(loss, rel=1e-3)
+    torch.testing.assert_close(weights_there, weights, **tolerance)
     assert ampkit.state_dict() == scale
     assert torch.cuda.current_device() == 0
-
-
-@TWO
-@pytest.mark.parametrize("level", others_slow("O2", of=("O0", "O1", "O2", "O5")))
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_optimizer_trains_parameters_of_two_devices(name, level):
-    on_one = train(*initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level))
-    scale = ampkit.state_dict()
-    ampkit.close()
-    on_two = train(*initialize_quietly(Halves(), OPTIMIZERS[name], level))
-    assert on_two[0] == pytest.approx(on_one[0], rel=1e-3)
-    for one, other in zip(on_two[1], on_one[1]):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
-    assert ampkit.state_dict() == scale
 
 
 @TWO
@@ -231,10 +230,8 @@ def test_a_graph_is_not_captured_before_the_first_iteration(name, level, missing
     settings = {"check_gradients": False} if level == "O5" else {}  # a check counts skips where the loss scale is
     model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level, **settings)
     x, y = (tensor.cuda() for tensor in random_batch())
-    with (
-        pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{missing}"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
+    refused = pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{missing}")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         backward(F.mse_loss(model(x).float(), y), optimizer)
         optimizer.step()
 
@@ -253,18 +250,7 @@ def test_on_simulated_devices():
         "LD_LIBRARY_PATH": str(BUILT),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "simulated"))),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "simulated_cuda",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "cuda and not slow",
-        __file__,
-    ]
+    options = "-q -p simulated_cuda -p no:cacheprovider".split()
+    command = [sys.executable, "-m", "pytest", *options, "-m", "cuda and not slow", __file__]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
