@@ -490,21 +490,24 @@ def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
     assert every - narrow == 64 * 64 and narrow / every > 0.95
 
 
-# way: (whether gradients are added, whether zero_grad comes before each block, is reported, times that they count in three blocks)
+# way: (whether gradients are added, where they are cleared, whether it is reported, times that they count in three blocks)
 WRITES = {
-    "assigned": (False, False, True, 3),
-    "added by hand": (True, False, True, 3),
-    "assigned after zero_grad": (False, True, False, 1),
+    "assigned": (False, None, True, 3),
+    "added by hand": (True, None, True, 3),
+    "assigned after zero_grad": (False, "before the block", False, 1),
+    "assigned over zeros": (False, "in the block", False, 1),
 }
 
 
-def thrice_by_hand(model, optimizer, adds=False, clears=False):
+def thrice_by_hand(model, optimizer, adds=False, clears=None):
     """Run three blocks that write the gradient of the weight themselves."""
     weight = model.weight
     for _ in range(3):
-        if clears:
+        if clears == "before the block":
             optimizer.zero_grad()
         with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+            if clears == "in the block":
+                model.zero_grad(set_to_none=False)
             (gradient,) = torch.autograd.grad(scaled, [weight])
             weight.grad = gradient if weight.grad is None or not adds else weight.grad + gradient
 
