@@ -324,7 +324,7 @@ class Session:
         for wrapper in self.wrappers:
             for slot in wrapper.gradients.slots:
                 if slot.param in params:
-                    slot.stash = None
+                    wrapper.gradients.drop_stash(slot)
             wrapper.hand_gradients()
             if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros
                 wrapper.findings.forget()

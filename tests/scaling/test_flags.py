@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import STORED_BF16, backward, initialize_quietly
+from helpers import STORED_BF16, at, backward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,16 +59,11 @@ def made(level, scale, count=1, make=OPTIMIZERS["SGD"], sessions=1):
     """Return models and their optimizers, of one session or of a session each."""
     models = [Two() for _ in range(count)]
     optimizers = [make(model.parameters()) for model in models]
-    settings = {"opt_level": level, "loss_scale": scale, "verbosity": 0}
-    if level in PRECISION:
-        settings[PRECISION[level]] = torch.float16
-    if level == STORED_BF16:
-        settings["opt_level"], settings["cast_model_type"] = "O2", torch.bfloat16
-    if sessions == 1:
-        ampkit.initialize(models, optimizers, **settings)
-    else:
-        for model, optimizer in zip(models, optimizers):
-            ampkit.initialize(model, optimizer, **settings)
+    precision = {PRECISION[level]: torch.float16} if level in PRECISION else {}
+    settings = at(level, loss_scale=scale, verbosity=0, **precision)
+    for first in range(0, count, count // sessions):
+        those = slice(first, first + count // sessions)
+        ampkit.initialize(models[those], optimizers[those], **settings)
     return [*models, *optimizers]
 
 
@@ -100,18 +95,17 @@ def repair(params):
         param.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
+def repair_after(look):
+    """Repair the model's gradients after a look at those of the optimizer."""
+    return lambda model, optimizer: (look(list(ampkit.master_params(optimizer))), repair(model.parameters()))
+
+
 REPAIRS = {
     "in place": lambda model, optimizer: repair(model.parameters()),
     "through data": lambda model, optimizer: [p.grad.data.nan_to_num_(0.0, 0.0, 0.0) for p in model.parameters()],
     "of masters": lambda model, optimizer: repair(ampkit.master_params(optimizer)),
-    "after a look at norms": lambda model, optimizer: (
-        [param.grad.float().norm() for param in ampkit.master_params(optimizer)],
-        repair(model.parameters()),
-    ),
-    "after clipping": lambda model, optimizer: (
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0),
-        repair(model.parameters()),
-    ),
+    "after a look at norms": repair_after(lambda params: [param.grad.float().norm() for param in params]),
+    "after clipping": repair_after(lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0)),
     "after clipping the model's": lambda model, optimizer: (
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         repair(model.parameters()),
@@ -173,18 +167,10 @@ def test_a_second_step_after_a_skip_moves_nothing(level, scale, make):
     assert value(model) != 0.0 and not ampkit.step_was_skipped(optimizer)
 
 
-def nothing(first, second):
-    pass
-
-
-def block_left_early(first, second):
+def left_early(model, optimizer):
     for _ in range(1):
-        with ampkit.scale_loss(loss_of(first[0], 1.0), first[1]):
+        with ampkit.scale_loss(loss_of(model, 1.0), optimizer):
             continue
-
-
-def block_of_the_other(first, second):
-    go(*second, 1.0)
 
 
 def checkpointed_block_of_the_other(first, second):
@@ -192,7 +178,15 @@ def checkpointed_block_of_the_other(first, second):
     backward(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum(), optimizer)
 
 
-@pytest.mark.parametrize("between", [nothing, block_left_early, block_of_the_other, checkpointed_block_of_the_other])
+BETWEEN = {
+    "nothing": lambda first, second: None,
+    "a block left early": lambda first, second: left_early(*first),
+    "a block of the other": lambda first, second: go(*second, 1.0),
+    "a checkpointed block of the other": checkpointed_block_of_the_other,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("sessions", [1, 2])
 @each_level_once
 def test_momentum_moves_nothing_at_a_second_step_after_a_skip(level, scale, sessions, between):
@@ -203,7 +197,7 @@ def test_momentum_moves_nothing_at_a_second_step_after_a_skip(level, scale, sess
     optimizer.zero_grad()
     go(model, optimizer, BAD)
     optimizer.step()
-    between((model, optimizer), (other, of_other))
+    BETWEEN[between]((model, optimizer), (other, of_other))
     optimizer.step()
     assert value(model) == -2.0
 
@@ -242,20 +236,14 @@ def test_gradients_kept_for_a_step_are_judged_by_their_own_values(level, scale, 
 @each_scale
 def test_gradients_put_back_after_zero_grad_are_judged_by_their_own_values(level, scale):
     model, optimizer = made(level, scale)
-    go(model, optimizer, BAD)
-    kept = [param.grad for param in model.parameters()]
-    optimizer.zero_grad()
-    for param, gradients in zip(model.parameters(), kept):
-        param.grad = gradients
-    optimizer.step()
-    assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
-    go(model, optimizer, 2.0)
-    kept = [param.grad for param in model.parameters()]
-    optimizer.zero_grad()
-    for param, gradients in zip(model.parameters(), kept):
-        param.grad = gradients
-    optimizer.step()
-    assert value(model) == -2.0
+    for slope, expected in ((BAD, 0.0), (2.0, -2.0)):
+        go(model, optimizer, slope)
+        kept = [param.grad for param in model.parameters()]
+        optimizer.zero_grad()
+        for param, gradients in zip(model.parameters(), kept):
+            param.grad = gradients
+        optimizer.step()
+        assert value(model) == expected and ampkit.step_was_skipped(optimizer) is (slope == BAD)
 
 
 ADDS = {
@@ -369,9 +357,7 @@ def test_a_block_left_early_keeps_gradients_and_their_flag(level, scale):
     for slope, expected in ((2.0, -2.0), (BAD, -2.0)):
         optimizer.zero_grad()
         go(model, optimizer, slope)
-        for _ in range(1):
-            with ampkit.scale_loss(loss_of(model, 1.0), optimizer):
-                continue
+        left_early(model, optimizer)
         repair(model.parameters())
         optimizer.step()
         assert value(model) == expected
@@ -379,38 +365,17 @@ def test_a_block_left_early_keeps_gradients_and_their_flag(level, scale):
 
 # At a static scale of 1
 
-AT_ONE = [
-    pytest.param(level, OPTIMIZERS[name], id=f"{level}, {name}")
-    for level in ("O0", "O4", "O5")
-    for name in ("SGD", "AdamW", "FusedAdam")
-    if level != "O0" or name == "FusedAdam"  # torch's own step of float32 weights is left alone there
-]
+# torch's own step of float32 weights is left alone at O0
+AT_ONE = [("O0", "FusedAdam"), *((level, name) for level in ("O4", "O5") for name in ("SGD", "AdamW", "FusedAdam"))]
 
 
-@pytest.mark.parametrize("level, make", AT_ONE)
-@pytest.mark.parametrize("in_block", [True, False])
-def test_at_scale_1_a_step_looks_by_itself(level, make, in_block):
-    model, optimizer = made(level, None, make=make)
-    moves = []
-    for slope in (1.0, BAD, 1.0):
-        optimizer.zero_grad()
-        before = value(model)
-        if in_block:
-            go(model, optimizer, slope)
-        else:
-            loss_of(model, slope).backward()
-        optimizer.step()
-        moves.append(value(model) < before)
-    assert moves == [True, False, True]
-
-
-@pytest.mark.parametrize("level, make", AT_ONE)
+@pytest.mark.parametrize("level, name", AT_ONE)
 @pytest.mark.parametrize(
     "bad, order, clears",  # together, or each after its step
     [(0, (0, 1, 2), True), (1, (2, 1, 0), False), (2, (1, 2, 0), True), (2, (0, 1, 2), False)],
 )
-def test_at_scale_1_optimizers_named_together_skip_together(level, make, bad, order, clears):
-    both = made(level, None, count=3, make=make)
+def test_at_scale_1_optimizers_named_together_skip_together(level, name, bad, order, clears):
+    both = made(level, None, count=3, make=OPTIMIZERS[name])
     models, optimizers = both[:3], both[3:]
     for is_bad in (False, True, False):
         before = [value(model) for model in models]
@@ -428,11 +393,9 @@ def test_at_scale_1_optimizers_named_together_skip_together(level, make, bad, or
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("blocks_before", [0, 1, 2])
 def test_what_a_block_finds_for_a_delayed_check_skips_whatever_blocks_came_before(level, blocks_before):
-    model = nn.Linear(4, 1)
-    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=1.0), level, loss_scale=1024.0)
-    for factor, delayed in (*[(1.0, False)] * blocks_before, (1.0, True), (BAD, False)):
-        backward(model(X).sum() * factor, optimizer, delay_overflow_check=delayed)
-    for param in model.parameters():
-        param.grad.nan_to_num_()
+    model, optimizer = made(level, 1024.0)
+    for slope, delayed in (*[(1.0, False)] * blocks_before, (1.0, True), (BAD, False)):
+        go(model, optimizer, slope, delay_overflow_check=delayed)
+    repair(model.parameters())
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)

@@ -103,16 +103,10 @@ def with_an_alias_that_is_kept(script):
     assert script.weight.grad is alias
 
 
-def one_graph_twice(script):
+def one_graph_twice(script, between=lambda weight: None):
     loss = script.loss()
     loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def one_graph_twice_with_a_hook_from_the_second_on(script):
-    loss = script.loss()
-    loss.backward(retain_graph=True)
-    script.weight.register_hook(lambda gradient: 1e-3 * gradient)
+    between(script.weight)
     loss.backward()
 
 
@@ -176,7 +170,10 @@ PASSES = {
     "four blocks": (lambda script: [in_a_block(script, batch) for batch in range(4)], WIDE),
     "two calls of one loss": (lambda script: (script.loss(0) + script.loss(1)).backward(), WIDE),
     "one graph twice": (one_graph_twice, WIDE),
-    "one graph twice, with a hook from the second on": (one_graph_twice_with_a_hook_from_the_second_on, WIDE),
+    "one graph twice, with a hook from the second on": (
+        lambda script: one_graph_twice(script, lambda weight: weight.register_hook(lambda gradient: 1e-3 * gradient)),
+        WIDE,
+    ),
     "with a penalty": (lambda script: (script.loss() + script.penalty()).backward(), WIDE),
     "a penalty later": (lambda script: (once(script), a_penalty(script)), WIDE),
     "a penalty before": (lambda script: (a_penalty(script), once(script)), WIDE),
@@ -231,6 +228,14 @@ def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_say
 of_both_sizes = pytest.mark.parametrize("rows", [300, 1100], ids=["float32", "narrow"])
 
 
+def initialized(model, level="O5", lr=0.1, **settings):
+    return initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=lr), level, **settings)
+
+
+def stored_in(*layers):
+    return [stored_gradient(layer.weight).dtype for layer in layers]
+
+
 class Tied(nn.Module):
     """A model with a table that has its padding in row 3, and a head, which may be the table."""
 
@@ -257,7 +262,7 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
         torch.manual_seed(0)
         model = Tied(tied, rows)
         if level is not None:
-            model, _optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.1), level)
+            model, _optimizer = initialized(model)
         for batch in words:
             with torch.autocast("cpu", torch.bfloat16) if level is None else contextlib.nullcontext():
                 logits = model(batch).float()
@@ -266,9 +271,8 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
     exact, table = tables
     assert stored_gradient(table).dtype is (NARROW if batches == 1 and rows > 1024 else WIDE)
     error = (table.grad - exact.grad).abs()
-    assert (
-        error <= (2.0**-7 if tied else 2.0**-8) * exact.grad.abs() + 1e-9
-    ).all()  # one rounding; tied, the head's and one more
+    rounding = 2.0**-7 if tied else 2.0**-8  # one; tied, the head's and one more
+    assert (error <= rounding * exact.grad.abs() + 1e-9).all()
     if not tied:
         assert torch.equal(table.grad[3], torch.zeros(64))
 
@@ -276,8 +280,7 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
 @of_both_sizes
 def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum(rows):
     """A decoder looks its last word up in every step: sums in bfloat16 stop at 256 times a summand."""
-    table = nn.Embedding(rows, 64)
-    ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    table, _optimizer = initialized(nn.Embedding(rows, 64))
     sum(table(torch.tensor([3])).sum() for _ in range(1000)).backward()
     assert table.weight.grad[3, 0] == 1000.0 and table.weight.grad[4, 0] == 0.0
 
@@ -293,8 +296,7 @@ def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum(rows):
     ids=["indices of 32 bits", "sparse", "by frequency"],
 )
 def test_a_tables_gradient_is_what_its_settings_say(settings, dtype, stored, twice, rows):
-    table = nn.Embedding(rows, 64, **settings)
-    ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    table, _optimizer = initialized(nn.Embedding(rows, 64, **settings))
     table(torch.tensor([1, 1, 7], dtype=dtype)).sum().backward()
     assert stored_gradient(table.weight).dtype is (stored if rows > 1024 else WIDE)
     assert table.weight.grad.is_sparse is settings.get("sparse", False)
@@ -405,14 +407,14 @@ def test_threads_may_read_a_gradient_at_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype):
     """1.5 is exact in every dtype; at O2 a weight in lower precision may have a float32 gradient."""
-    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=1.0), level)
-    weight = model.first.weight
+    model, optimizer = initialized(Net(), level, lr=1.0)
+    weight, gradient = model.first.weight, torch.full((128, 64), 1.5, dtype=dtype)
     before = model.state_dict()["first.weight"].clone()
     if dtype is torch.float64 and level == "O2":
         with pytest.raises(RuntimeError):
-            weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
+            weight.grad = gradient
         return
-    weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
+    weight.grad = gradient
     assert weight.grad[0, 0] == 1.5 and weight.grad.dtype is (dtype if level == "O2" else torch.float32)
     optimizer.step()
     torch.testing.assert_close(model.state_dict()["first.weight"], before - 1.5, rtol=0, atol=2.0**-15)
@@ -420,7 +422,7 @@ def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype
 
 def test_a_hook_may_return_float32_for_a_stored_weight():
     """A mask of zeros and ones is exact in every dtype."""
-    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "O2")
+    model, optimizer = initialized(Net(), "O2")
     mask = torch.zeros(128, 64).index_fill_(0, torch.arange(64), 1.0)
     handle = model.first.weight.register_hook(lambda gradient: gradient * mask)
     backward(model(torch.ones(4, 64)).sum(), optimizer)
@@ -446,26 +448,25 @@ def test_a_copy_has_float32_gradients():
     once(script)
     twin = copy.deepcopy(script.model)
     twin(script.inputs[0]).sum().backward()
-    assert stored_gradient(twin.first.weight).dtype is torch.float32
+    assert stored_in(twin.first) == [WIDE]
 
 
 def test_parameters_that_an_optimizer_gets_later_have_narrow_gradients_and_those_of_none_have_float32_ones():
-    model = Net()
+    model, x = Net(), torch.ones(4, 64)
     optimizer = torch.optim.SGD([model.second.weight], lr=0.1)
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    x = torch.ones(4, 64)
     model(x).sum().backward()
-    assert [stored_gradient(layer.weight).dtype for layer in (model.first, model.second)] == [WIDE, NARROW]
+    assert stored_in(model.first, model.second) == [WIDE, NARROW]
     optimizer.add_param_group({"params": [model.first.weight]})
     optimizer.zero_grad()
     model(x).sum().backward()
-    assert [stored_gradient(layer.weight).dtype for layer in (model.first, model.second)] == [NARROW, NARROW]
+    assert stored_in(model.first, model.second) == [NARROW, NARROW]
 
 
 def test_at_a_loss_scale_gradients_are_float32():
-    model, optimizer = initialize_quietly(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "O5", loss_scale=128.0)
+    model, optimizer = initialized(Net(), loss_scale=128.0)
     backward(model(torch.ones(4, 64)).sum(), optimizer)
-    assert stored_gradient(model.first.weight).dtype is torch.float32
+    assert stored_in(model.first) == [WIDE]
 
 
 def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
@@ -489,37 +490,36 @@ def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
     assert every - narrow == 64 * 64 and narrow / every > 0.95
 
 
-def assigned(params, gradients):
-    for p, g in zip(params, gradients):
-        p.grad = g
-
-
-def added_by_hand(params, gradients):
-    for p, g in zip(params, gradients):
-        p.grad = g if p.grad is None else p.grad + g
-
-
-# way: (write, whether zero_grad comes before each block, whether it is reported, times that the gradient counts in three blocks)
+# way: (whether gradients are added, where they are cleared, whether it is reported, times that they count in three blocks)
 WRITES = {
-    "assigned": (assigned, False, True, 3),
-    "added by hand": (added_by_hand, False, True, 3),
-    "assigned after zero_grad": (assigned, True, False, 1),
+    "assigned": (False, None, True, 3),
+    "added by hand": (True, None, True, 3),
+    "assigned after zero_grad": (False, "before the block", False, 1),
+    "assigned over zeros": (False, "in the block", False, 1),
 }
+
+
+def thrice_by_hand(model, optimizer, adds=False, clears=None):
+    """Run three blocks that write the gradient of the weight themselves."""
+    weight = model.weight
+    for _ in range(3):
+        if clears == "before the block":
+            optimizer.zero_grad()
+        with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+            if clears == "in the block":
+                model.zero_grad(set_to_none=False)
+            (gradient,) = torch.autograd.grad(scaled, [weight])
+            weight.grad = gradient if weight.grad is None or not adds else weight.grad + gradient
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("way", WRITES)
 def test_gradients_that_are_assigned_inside_of_a_block_are_told_of_where_earlier_ones_come_back(way, level):
-    write, clears, is_told, times = WRITES[way]
-    model = nn.Linear(2, 1, bias=False)
-    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=0.0), level, loss_scale=128.0)
+    adds, clears, is_told, times = WRITES[way]
+    model, optimizer = initialized(nn.Linear(2, 1, bias=False), level, lr=0.0, loss_scale=128.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            if clears:
-                optimizer.zero_grad()
-            with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
-                write(list(model.parameters()), torch.autograd.grad(scaled, list(model.parameters())))
+        thrice_by_hand(model, optimizer, adds, clears)
     assert model.weight.grad.tolist() == [[times * 1.0, times * 2.0]]
     told = [one for one in caught if "set the gradients of earlier passes aside" in str(one.message)]
     assert bool(told) is is_told and {one.filename for one in told} <= {__file__}
@@ -527,8 +527,6 @@ def test_gradients_that_are_assigned_inside_of_a_block_are_told_of_where_earlier
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_gradients_that_are_assigned_at_loss_scale_1_replace_those_before(level):
-    model, optimizer = initialize_quietly(nn.Linear(2, 1, bias=False), lambda p: torch.optim.SGD(p, lr=0.0), level)
-    for _ in range(3):
-        with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
-            assigned(list(model.parameters()), torch.autograd.grad(scaled, list(model.parameters())))
+    model, optimizer = initialized(nn.Linear(2, 1, bias=False), level, lr=0.0)
+    thrice_by_hand(model, optimizer)
     assert model.weight.grad.tolist() == [[1.0, 2.0]]

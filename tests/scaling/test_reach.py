@@ -1,6 +1,8 @@
 """A block unscales whatever its backward passes reach: scripts get the numbers of the same script in float32."""
 
+import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -55,6 +57,15 @@ AT = [
 ]
 
 
+def at_by_turns(names):
+    """Rows of each name at both levels and at both scales, which the levels have by turns."""
+    return [
+        pytest.param(name, *AT[run].values, id=f"{name}, {AT[run].id}")
+        for index, name in enumerate(names)
+        for run in ((0, 3), (1, 2))[index % 2]
+    ]
+
+
 def net(seed, outputs=4):
     torch.manual_seed(seed)
     return nn.Linear(4, outputs, bias=False)
@@ -68,6 +79,15 @@ def session(amp, seed, outputs=4):
     """Return a model and its optimizer, by a call of initialize of their own."""
     model = net(seed, outputs)
     optimizer = sgd(model)
+    amp.initialize(model, optimizer)
+    return model, optimizer
+
+
+def two_layers(amp, trained=slice(None), seed=1):
+    """Return two layers, and an optimizer of those ``trained``."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model[trained])
     amp.initialize(model, optimizer)
     return model, optimizer
 
@@ -89,6 +109,22 @@ def weights(*models):
     return [copied(p) for model in models for p in model.parameters()]
 
 
+def cleared(*optimizers, times=2):
+    """Count iterations, each of which begins with cleared gradients."""
+    for index in range(times):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        yield index
+
+
+def stepped(models, optimizers):
+    """Step; return the gradients before, and the weights."""
+    result = grads(*models)
+    for optimizer in optimizers:
+        optimizer.step()
+    return result + weights(*models)
+
+
 def assert_same(found, expected):
     assert len(found) == len(expected)
     for index, (mine, plain) in enumerate(zip(found, expected)):
@@ -96,16 +132,34 @@ def assert_same(found, expected):
         assert (mine - plain).abs().max() <= 0.02 * plain.abs().max(), (index, mine, plain)
 
 
-SCRIPTS = []
+SCRIPTS = {}
 
 
 def script(function):
     """Register a script: it runs without ampkit and with it, and the tensors that it returns are compared."""
-    SCRIPTS.append(function)
+    SCRIPTS[function.__name__] = function
     return function
 
 
-# Scripts
+def script_of_two_sessions(function=None, *, clears=True, steps=(0, 1), outputs=4):
+    """Register two iterations of two sessions: the function goes backward, and returns what is compared besides.
+
+    It gets ``amp``, both models and both optimizers. Those that ``steps`` names step after it.
+    """
+    if function is None:
+        return functools.partial(script_of_two_sessions, clears=clears, steps=steps, outputs=outputs)
+
+    @functools.wraps(function)
+    def iterations(amp):
+        models, optimizers = zip(session(amp, 1), session(amp, 2, outputs))
+        result = []
+        for _ in cleared(*optimizers if clears else ()):
+            result += function(amp, *models, *optimizers) or []
+            result += stepped(models, [optimizers[index] for index in steps])
+        return result
+
+    return script(iterations)
+
 
 # Passes that reach other sessions
 
@@ -128,22 +182,13 @@ class Reversible(torch.autograd.Function):
         return gradient + x.grad, None
 
 
-@script
-def reversible_function_over_another_sessions_weights(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
-    for _ in range(2):
-        of_a.zero_grad()
-        of_b.zero_grad()
-        amp.backward(loss_of(Reversible.apply(a(X).float(), b)), of_a)
-        result = grads(a, b)
-        of_a.step()
-        of_b.step()
-    return result + weights(a, b)
+@script_of_two_sessions
+def reversible_function_over_another_sessions_weights(amp, a, b, of_a, of_b):
+    amp.backward(loss_of(Reversible.apply(a(X).float(), b)), of_a)
 
 
-@script
-def hook_that_trains_another_sessions_model(amp):
-    (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
+@script_of_two_sessions(steps=[0])
+def hook_that_trains_another_sessions_model(amp, a, b, of_a, of_b):
     hidden = a(X).float()
 
     @torch.enable_grad()  # autograd runs hooks without
@@ -152,51 +197,26 @@ def hook_that_trains_another_sessions_model(amp):
 
     hidden.register_hook(train_b)
     amp.backward(loss_of(hidden), of_a)
-    result = grads(a, b)
-    of_a.step()
-    return result + weights(a)
 
 
-@script
-def generator_through_the_critic_of_another_session(amp):
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
-    result = []
-    for _ in range(3):
-        of_d.zero_grad()
-        amp.backward(loss_of(d(X) - 1.0), of_d)
-        amp.backward(loss_of(d(g(X).detach().float())), of_d)
-        of_d.step()
-        of_g.zero_grad()
-        amp.backward(loss_of(d(g(X).float()) - 1.0), of_g)
-        result += grads(g, d)
-        of_g.step()
-    return result + weights(g, d)
+@script_of_two_sessions(steps=[0], outputs=1)
+def generator_through_the_critic_of_another_session(amp, g, d, of_g, of_d):
+    amp.backward(loss_of(d(X) - 1.0), of_d)
+    amp.backward(loss_of(d(g(X).detach().float())), of_d)
+    of_d.step()
+    amp.backward(loss_of(d(g(X).float()) - 1.0), of_g)
 
 
-@script
-def generator_that_adds_to_the_critics_gradients(amp):
+@script_of_two_sessions(clears=False, outputs=1)
+def generator_that_adds_to_the_critics_gradients(amp, g, d, of_g, of_d):
     """Leave out zero_grad: the critic steps by the sum."""
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
-    for _ in range(2):
-        amp.backward(loss_of(d(X) - 1.0), of_d)
-        amp.backward(loss_of(d(g(X).float())), of_g)
-        result = grads(g, d)
-        of_g.step()
-        of_d.step()
-    return result + weights(g, d)
+    amp.backward(loss_of(d(X) - 1.0), of_d)
+    amp.backward(loss_of(d(g(X).float())), of_g)
 
 
-@script
-def both_of_a_gan_in_one_block(amp):
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
-    for _ in range(2):
-        of_g.zero_grad()
-        of_d.zero_grad()
-        amp.backward(loss_of(d(g(X).float()) - 1.0), [of_g, of_d])
-        result = grads(g, d)
-        of_g.step()
-        of_d.step()
-    return result + weights(g, d)
+@script_of_two_sessions(outputs=1)
+def both_of_a_gan_in_one_block(amp, g, d, of_g, of_d):
+    amp.backward(loss_of(d(g(X).float()) - 1.0), [of_g, of_d])
 
 
 @script
@@ -204,48 +224,37 @@ def two_passes_in_one_block_of_one_session(amp):
     g, d = net(1), net(2, 1)
     of_g, of_d = sgd(g), sgd(d)
     amp.initialize([g, d], [of_g, of_d])
-    for _ in range(2):
-        of_g.zero_grad()
-        of_d.zero_grad()
+    for _ in cleared(of_g, of_d):
         with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), of_g) as scaled:
             scaled.backward(retain_graph=True)
             scaled.backward()
-        result = grads(g, d)
-        of_g.step()
-        of_d.step()
-    return result + weights(g, d)
+        result = stepped([g, d], [of_g, of_d])
+    return result
 
 
-@script
-def inputs_of_both_blocks_in_one_with(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+@script_of_two_sessions
+def inputs_of_both_blocks_in_one_with(amp, a, b, of_a, of_b):
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(y)), of_b) as other:
         one.backward()
         other.backward()
-    result = grads(a, b) + [copied(x.grad), copied(y.grad)]
-    of_a.step()
-    of_b.step()
-    return result + weights(a, b)
+    return [copied(x.grad), copied(y.grad)]
 
 
-@script
-def sum_of_the_losses_of_two_blocks(amp):
-    (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
+@script_of_two_sessions
+def sum_of_the_losses_of_two_blocks(amp, a, b, of_a, of_b):
+    x = X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
         (one + other).backward()
-    return grads(a, b) + [copied(x.grad)]
+    return [copied(x.grad)]
 
 
-@script
-def block_of_another_session_around_a_whole_iteration(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+@script_of_two_sessions(steps=[0])
+def block_of_another_session_around_a_whole_iteration(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
         amp.backward(loss_of(b(X)), of_b)
         of_b.step()
         scaled.backward()
-    of_a.step()
-    return grads(a, b) + weights(a, b)
 
 
 @script
@@ -255,32 +264,21 @@ def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
     head = nn.Sequential(b, last)
     of_a, of_head = sgd(a), sgd(head)
     amp.initialize([a, head], [of_a, of_head])
-    for _ in range(2):
-        of_a.zero_grad()
-        of_head.zero_grad()
+    for _ in cleared(of_a, of_head):
         amp.backward(loss_of(head(X)), of_head)
         amp.backward(loss_of(a(X)), of_a)
-        result = grads(a, last)
-        of_a.step()
-        of_head.step()
-    return result + weights(a, last)
+        result = stepped([a, last], [of_a, of_head])
+    return result
 
 
-@script
-def critic_frozen_while_the_generator_trains(amp):
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
-    for _ in range(2):
-        of_d.zero_grad()
-        amp.backward(loss_of(d(X) - 1.0), of_d)
-        kept = grads(d)
-        d.requires_grad_(False)
-        of_g.zero_grad()
-        amp.backward(loss_of(d(g(X).float())), of_g)
-        d.requires_grad_(True)
-        result = kept + grads(g, d)
-        of_g.step()
-        of_d.step()
-    return result + weights(g, d)
+@script_of_two_sessions(outputs=1)
+def critic_frozen_while_the_generator_trains(amp, g, d, of_g, of_d):
+    amp.backward(loss_of(d(X) - 1.0), of_d)
+    kept = grads(d)
+    d.requires_grad_(False)
+    amp.backward(loss_of(d(g(X).float())), of_g)
+    d.requires_grad_(True)
+    return kept
 
 
 # Passes that reach parameters without an optimizer of ampkit
@@ -297,25 +295,20 @@ class WeightsOfLosses(nn.Module):
         return (torch.exp(-self.logarithms) * torch.stack(losses) + self.logarithms).sum()
 
 
-def losses_of(model, x=X):
-    output = model(x)
-    return [loss_of(output), loss_of(output - 1.0)]
-
-
 @script
-def weights_of_losses(amp, clears=True, iterations=3, order=(0, 1), **flags):
+def weights_of_losses(amp, clears=True, delays=(False,)):
+    """Go backward once an iteration for each of ``delays``."""
     (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
     of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
     result = []
-    for _ in range(iterations):
-        if clears:
-            of_a.zero_grad()
-            of_weights.zero_grad()
-        amp.backward(weighted(losses_of(a)), of_a, **flags)
-        if not flags:
-            result += grads(a, weighted)
-        for index in order:
-            (of_a, of_weights)[index].step()
+    for _ in cleared(*(of_a, of_weights) if clears else (), times=3):
+        for index, delay in enumerate(delays):
+            output = a(X + index)
+            loss = weighted([loss_of(output), loss_of(output - 1.0)]) / (len(delays) + 1)
+            amp.backward(loss, of_a, delay_unscale=delay)
+        result += [] if delays[-1] else grads(a, weighted)
+        of_a.step()
+        of_weights.step()
     return result + weights(a, weighted)
 
 
@@ -326,36 +319,25 @@ def weights_of_losses_without_zero_grad(amp):
 
 @script
 def weights_of_losses_over_micro_batches(amp):
-    (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
-    of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
-    for _ in range(3):
-        of_a.zero_grad()
-        of_weights.zero_grad()
-        for index in range(3):
-            amp.backward(weighted(losses_of(a, X + index)) / 4, of_a, delay_unscale=index < 2)
-        result = grads(a, weighted)
-        of_a.step()
-        of_weights.step()
-    return result + weights(a, weighted)
+    return weights_of_losses(amp, delays=(True, True, False))
 
 
 @script
 def weights_of_losses_that_wait_for_the_step(amp):
-    return weights_of_losses(amp, delay_unscale=True)
+    return weights_of_losses(amp, delays=(True,))
 
 
 @script
 def adversarial_delta_that_is_kept(amp):
     """Train adversarially "for free": the delta lives on, and its gradient is cleared in place."""
     (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
-    for _ in range(3):
-        of_a.zero_grad()
+    for _ in cleared(of_a, times=3):
         amp.backward(loss_of(a(X + delta)), of_a)
-        result = grads(a) + [copied(delta.grad)]
+        result = [copied(delta.grad)]
         delta.data += 0.25 * delta.grad
         delta.grad.zero_()
-        of_a.step()
-    return result + weights(a) + [copied(delta)]
+        result += stepped([a], [of_a])
+    return [*result, copied(delta)]
 
 
 @script
@@ -368,27 +350,23 @@ def gradients_of_inputs_alone(amp):
     return [copied(x.grad)]
 
 
-@script
-def gradients_of_another_sessions_weights_alone(amp):
-    (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
+@script_of_two_sessions(steps=[])
+def gradients_of_another_sessions_weights_alone(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
         scaled.backward(inputs=[*a.parameters(), *b.parameters()])
-    return grads(a, b)
 
 
 @script
 def retained_features(amp):
     a, of_a = session(amp, 1)
     result = []
-    for index in range(2):
-        of_a.zero_grad()
+    for index in cleared(of_a):
         features = a(X + index)
         features.retain_grad()
         loss = loss_of(features)
         amp.backward(loss, of_a)
-        result += [copied(loss), copied(features.grad)]
-        of_a.step()
-    return result + weights(a)
+        result += [copied(loss), copied(features.grad), *stepped([a], [of_a])]
+    return result
 
 
 class Doubled(torch.autograd.Function):
@@ -403,61 +381,46 @@ class Doubled(torch.autograd.Function):
 
 @script
 def function_in_python_beside_a_parameter_without_optimizer(amp):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = sgd(model[1])
-    amp.initialize(model, optimizer)
-    for index in range(3):
-        optimizer.zero_grad()
+    model, optimizer = two_layers(amp, trained=1)
+    for index in cleared(optimizer, times=3):
         amp.backward(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer)
-        result = grads(model)  # gradients of the first layer add up
-        optimizer.step()
-    return result + weights(model[1])
+        result = stepped([model], [optimizer])  # gradients of the first layer add up
+    return result
 
 
 @script
 def optimizer_of_a_layer_steps_without_initialize(amp):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(net(1), net(2))
     optimizer = sgd(model[0])
     amp.initialize(model[0], optimizer)
     other = sgd(model[1])
-    for _ in range(3):
-        optimizer.zero_grad()
-        other.zero_grad()
+    for _ in cleared(optimizer, other, times=3):
         amp.backward(loss_of(model(X)), optimizer)
-        result = grads(model)
-        other.step()
-        optimizer.step()
-    return result + weights(model)
+        result = stepped([model], [other, optimizer])
+    return result
 
 
 @script
 def loss_weight_reached_by_blocks_of_two_sessions(amp):
-    (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
+    sessions, weight = [session(amp, 1), session(amp, 2)], nn.Parameter(torch.ones(1))
     for _ in range(2):
-        for model, optimizer in ((a, of_a), (b, of_b)):
+        for model, optimizer in sessions:
             optimizer.zero_grad()
             amp.backward((weight * loss_of(model(X))).sum(), optimizer)
             optimizer.step()
-    return [copied(weight.grad)] + weights(a, b)
+    return [copied(weight.grad)] + weights(*(model for model, _ in sessions))
 
 
 # Gradients that wait at a scale, delay_unscale=True
 
 
-@script
-def micro_batches_that_reach_another_session(amp):
-    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2)
-    for _ in range(2):
-        of_g.zero_grad()
-        of_d.zero_grad()
-        for index in range(2):
-            amp.backward(loss_of(d(g(X + index).float())), of_g, delay_unscale=True)
-        amp.backward(loss_of(d(X)), of_d)
-        of_d.step()
-        of_g.step()
-    return grads(g, d) + weights(g, d)
+@script_of_two_sessions(steps=[])
+def micro_batches_that_reach_another_session(amp, g, d, of_g, of_d):
+    for index in range(2):
+        amp.backward(loss_of(d(g(X + index).float())), of_g, delay_unscale=True)
+    amp.backward(loss_of(d(X)), of_d)
+    of_d.step()
+    of_g.step()
 
 
 @script
@@ -471,27 +434,13 @@ def delta_of_before_beside_micro_batches_without_it(amp):
     return [copied(delta.grad), *grads(a)]
 
 
-def loss_weight_that_waits_while_another_sessions_block_adds_to_it(amp):
-    (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
-    amp.backward((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True)
-    amp.backward((weight * loss_of(b(X))).sum(), of_b)
-    of_a.step()
-    of_b.step()
-    return [copied(weight.grad), *weights(a, b)]
-
-
 @script
 def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = sgd(model[1])
-    amp.initialize(model, optimizer)
+    model, optimizer = two_layers(amp, trained=1)
     amp.backward(loss_of(model(X)), optimizer, delay_unscale=True)
     optimizer.add_param_group({"params": list(model[0].parameters())})
     amp.backward(loss_of(model(X)), optimizer)
-    result = grads(model)
-    optimizer.step()
-    return result + weights(model)
+    return stepped([model], [optimizer])
 
 
 # Functions in Python, and what was retained elsewhere
@@ -499,10 +448,7 @@ def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
 
 @script
 def function_in_python_over_retained_features(amp):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer)
+    model, optimizer = two_layers(amp)
     hidden = model[0](X).float()
     hidden.retain_grad()
     doubled = Doubled.apply(hidden)
@@ -514,39 +460,28 @@ def function_in_python_over_retained_features(amp):
 @script
 def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
     """Train models whose first layers have no optimizer, and yet get gradients."""
-    models, optimizers = [], []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        models.append(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
-        optimizers.append(sgd(models[-1][1]))
-        amp.initialize(models[-1], optimizers[-1])
-    a, b = models
-    amp.backward(loss_of(b(Doubled.apply(a(X).float()))), optimizers[1])
+    (a, _), (b, of_b) = two_layers(amp, trained=1), two_layers(amp, trained=1, seed=2)
+    amp.backward(loss_of(b(Doubled.apply(a(X).float()))), of_b)
     return grads(a, b)
 
 
 @script
 def loss_weight_inside_of_a_checkpoint(amp):
     (a, of_a), weight = session(amp, 1), nn.Parameter(torch.ones(1))
-    hidden = a(X)
-    loss = checkpoint(lambda x: loss_of(x) * weight, hidden, use_reentrant=True)
+    loss = checkpoint(lambda x: loss_of(x) * weight, a(X), use_reentrant=True)
     amp.backward(loss.sum(), of_a)
     return [*grads(a), copied(weight.grad)]
 
 
 @script
 def checkpoint_over_a_layer_that_was_replaced(amp):
-    model = nn.Sequential(net(1), net(2))
-    optimizer = sgd(model[1])
-    amp.initialize(model, optimizer)
-    for index in range(2):
-        optimizer.zero_grad()
+    model, optimizer = two_layers(amp, trained=1)
+    for index in cleared(optimizer):
         if index:
             model[0].weight = nn.Parameter(net(5).weight.detach().to(model[0].weight.dtype))
         loss = loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
         amp.backward(loss, optimizer)
-        result = grads(model)
-        optimizer.step()
+        result = stepped([model], [optimizer])
     return result
 
 
@@ -573,21 +508,16 @@ def block_without_a_scale_in_the_same_with(amp):
     return grads(a, b, c)
 
 
-@script
-def checkpoint_around_a_whole_iteration_of_another_session(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+@script_of_two_sessions(steps=[0])
+def checkpoint_around_a_whole_iteration_of_another_session(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
         scaled.backward()
         amp.backward(loss_of(b(X)), of_b)
         of_b.step()
-    of_a.step()
-    return grads(a, b) + weights(a, b)
-
-
-# An optimizer that evaluates its closure several times
 
 
 def lbfgs_with_a_block_in_its_closure(amp):
+    """An optimizer that evaluates its closure several times."""
     a, weight = net(1), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.LBFGS(a.parameters(), lr=0.5, max_iter=3)
     amp.initialize(a, optimizer)
@@ -604,53 +534,6 @@ def lbfgs_with_a_block_in_its_closure(amp):
     return [*weights(a), copied(weight.grad)]
 
 
-# Passes beside the scaled loss: right, or refused
-
-
-def sum_with_a_loss_of_a_third_session(amp, scaled, other):
-    (scaled + other).backward()
-
-
-def list_with_a_loss_of_a_third_session(amp, scaled, other):
-    torch.autograd.backward([scaled, other])
-
-
-def list_that_begins_with_the_other_loss(amp, scaled, other):
-    torch.autograd.backward([other, scaled])
-
-
-def loss_made_from_the_scaled_number(amp, scaled, other):
-    scaled.backward(retain_graph=True)
-    (other * scaled.detach() / scaled.detach()).backward()
-
-
-def loss_through_the_scaled_number(amp, scaled, other):
-    (other * scaled / scaled.detach()).backward()
-
-
-def loss_of_its_own_in_the_block(amp, scaled, other):
-    scaled.backward()
-    other.backward()
-
-
-BESIDE = [
-    sum_with_a_loss_of_a_third_session,
-    list_with_a_loss_of_a_third_session,
-    list_that_begins_with_the_other_loss,
-    loss_made_from_the_scaled_number,
-    loss_through_the_scaled_number,
-    loss_of_its_own_in_the_block,
-]
-
-
-def beside(amp, goes_backward):
-    """Go backward from the scaled loss, which reaches the first two sessions, and from the other loss, which reaches the third."""
-    (a, of_a), (b, of_b), (c, _) = session(amp, 1), session(amp, 2), session(amp, 3)
-    with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
-        goes_backward(amp, scaled, loss_of(c(X)))
-    return a, b, c, of_a, of_b
-
-
 # Threads
 
 
@@ -661,76 +544,44 @@ def script_of_threads(function):
 
 def in_threads(*works):
     """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
-    errors = []
-
-    def run(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-
-
-def train(amp, model, optimizer, iterations=3, after_backward=lambda: None):
-    for index in range(iterations):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model(X + index)), optimizer) as scaled:
-            scaled.backward()
-            after_backward()
-        optimizer.step()
+    with ThreadPoolExecutor(len(works)) as threads:
+        for running in [threads.submit(work) for work in works]:
+            running.result(60)
 
 
 @script_of_threads
 def sessions_trained_in_two_threads(amp):
-    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
-    both_inside = threading.Barrier(2)
-    in_threads(
-        lambda: train(amp, a, of_a, after_backward=lambda: both_inside.wait(30)),
-        lambda: train(amp, b, of_b, after_backward=lambda: both_inside.wait(30)),
-    )
-    return weights(a, b)
-
-
-@script
-def block_opened_in_one_thread_and_gone_backward_in_another(amp):
-    (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
-    with amp.scale_loss(loss_of(b(a(x).float())), of_a) as scaled:
-        in_threads(scaled.backward)
-    result = [*grads(a, b), copied(x.grad)]
-    of_a.step()
-    of_b.step()
-    return result + weights(a, b)
-
-
-@script_of_threads
-def retained_features_of_two_threads(amp):
-    """Go backward in two threads, both within their blocks, which end one after the other."""
+    """Go backward in two threads, both within their blocks; of the last two, one ends after the other."""
     sessions = [session(amp, 1), session(amp, 2)]
     barrier, first_is_out, gradients = threading.Barrier(2), threading.Event(), [None, None]
 
-    def work(index):
-        model, optimizer = sessions[index]
-        features = model(X)
-        features.retain_grad()
-        with amp.scale_loss(loss_of(features), optimizer) as scaled:
+    def train(number):
+        model, optimizer = sessions[number]
+        for index in cleared(optimizer, times=3):
+            features = model(X + index)
+            features.retain_grad()
+            with amp.scale_loss(loss_of(features), optimizer) as scaled:
+                barrier.wait(30)
+                scaled.backward()
+                barrier.wait(30)
+                if number and index == 2:
+                    first_is_out.wait(30)
+            if index == 2:
+                first_is_out.set()
             barrier.wait(30)
-            scaled.backward()
-            barrier.wait(30)
-            if index:
-                first_is_out.wait(30)
-        first_is_out.set()
-        barrier.wait(30)
-        gradients[index] = copied(features.grad)
+            gradients[number] = copied(features.grad)
+            optimizer.step()
 
-    in_threads(lambda: work(0), lambda: work(1))
-    return gradients
+    in_threads(lambda: train(0), lambda: train(1))
+    return gradients + weights(*(model for model, _ in sessions))
+
+
+@script_of_two_sessions
+def block_opened_in_one_thread_and_gone_backward_in_another(amp, a, b, of_a, of_b):
+    x = X.clone().requires_grad_()
+    with amp.scale_loss(loss_of(b(a(x).float())), of_a) as scaled:
+        in_threads(scaled.backward)
+    return [copied(x.grad)]
 
 
 @script_of_threads
@@ -762,49 +613,65 @@ def checkpoint_in_one_thread_while_another_trains(amp):
     return weights(a, b)
 
 
-# Each script at both levels and at both scales, which the levels have by turns.
-RUNS = [
-    pytest.param(one, *AT[run].values, id=f"{one.__name__}, {AT[run].id}")
-    for index, one in enumerate(SCRIPTS)
-    for run in ((0, 3), (1, 2))[index % 2]
-]
-
-
-@pytest.mark.parametrize("script, level, scale", RUNS)
-def test_a_script_gets_the_numbers_of_float32(script, level, scale):
+@pytest.mark.parametrize(
+    "name, level, scale",
+    [*at_by_turns(SCRIPTS), *(("lbfgs_with_a_block_in_its_closure", level, 1024.0) for level in PRECISION)],
+)
+def test_a_script_gets_the_numbers_of_float32(name, level, scale):
+    script = SCRIPTS.get(name, lbfgs_with_a_block_in_its_closure)
     assert_same(script(WithAmpkit(level, scale)), script(InFloat32()))
 
 
 @pytest.mark.parametrize("level, scale", AT)
 def test_a_loss_weight_that_waits_at_the_scale_of_another_call_is_refused(level, scale):
     """A number cannot be at two loss scales."""
+    amp, weight = WithAmpkit(level, scale), nn.Parameter(torch.ones(1))
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    backward((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True)
     with pytest.raises(ampkit.ConfigurationError, match="waits at the loss scale of another initialize"):
-        loss_weight_that_waits_while_another_sessions_block_adds_to_it(WithAmpkit(level, scale))
+        backward((weight * loss_of(b(X))).sum(), of_b)
 
 
-# Each pass at both levels, at one of the scales.
-BESIDE_AT = [
-    pytest.param(one, *AT[run].values, id=f"{one.__name__}, {AT[run].id}")
-    for index, one in enumerate(BESIDE)
-    for run in ((0, 3), (1, 2))[index % 2]
-]
+# Passes beside the scaled loss: right, or refused
 
 
-@pytest.mark.parametrize("goes_backward, level, scale", BESIDE_AT)
-def test_a_pass_beside_the_scaled_loss_is_right_or_refused(goes_backward, level, scale):
-    expected = grads(*beside(InFloat32(), goes_backward)[:3])
+#: Backward passes from the scaled loss and from a loss of a third session.
+BESIDE = {
+    "sum": lambda scaled, other: (scaled + other).backward(),
+    "list": lambda scaled, other: torch.autograd.backward([scaled, other]),
+    "list that begins with the other": lambda scaled, other: torch.autograd.backward([other, scaled]),
+    "through the scaled number": lambda scaled, other: (other * scaled / scaled.detach()).backward(),
+    "made from the scaled number": lambda scaled, other: (
+        scaled.backward(retain_graph=True),
+        (other * scaled.detach() / scaled.detach()).backward(),
+    ),
+    "of its own": lambda scaled, other: (scaled.backward(), other.backward()),
+}
+BESIDE_AT = at_by_turns(BESIDE)
+
+
+def beside(amp, name):
+    """Go backward from the scaled loss, which reaches the first two sessions, and from the other loss, which reaches the third."""
+    (a, of_a), (b, _of_b), (c, _of_c) = (session(amp, seed) for seed in (1, 2, 3))
+    with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+        BESIDE[name](scaled, loss_of(c(X)))
+    return grads(a, b, c)
+
+
+@pytest.mark.parametrize("name, level, scale", BESIDE_AT)
+def test_a_pass_beside_the_scaled_loss_is_right_or_refused(name, level, scale):
+    expected = beside(InFloat32(), name)
     try:
-        actual = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
+        actual = beside(WithAmpkit(level, scale), name)
     except ampkit.ConfigurationError as error:
         assert "did not come from the scaled loss alone" in str(error)
     else:
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("goes_backward, level, scale", BESIDE_AT)
-def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_backward, level, scale):
-    amp = WithAmpkit(level, scale)
-    sessions = [session(amp, seed) for seed in (1, 2, 3)]
+@pytest.mark.parametrize("name, level, scale", BESIDE_AT)
+def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(name, level, scale):
+    sessions = [session(WithAmpkit(level, scale), seed) for seed in (1, 2, 3)]
     (a, of_a), (b, of_b), (c, of_c) = sessions
     twins = [net(seed) for seed in (1, 2, 3)]
     for index, ((model, optimizer), twin) in enumerate(zip(sessions, twins)):
@@ -812,10 +679,10 @@ def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_bac
         loss_of(twin(X + index)).backward()
     try:
         with ampkit.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
-            if goes_backward in (loss_made_from_the_scaled_number, loss_of_its_own_in_the_block):
+            if name in ("made from the scaled number", "of its own"):
                 loss_of(c(X)).backward()
             else:
-                goes_backward(amp, scaled, loss_of(c(X)))
+                BESIDE[name](scaled, loss_of(c(X)))
     except ampkit.ConfigurationError:
         assert_same(grads(a, b, c), grads(*twins))
     for optimizer, twin in zip((of_a, of_b, of_c), twins):
@@ -828,7 +695,7 @@ def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_bac
 
 def test_a_skip_at_loss_scale_1_counts_there_after_a_delayed_block_of_another_session_came_by():
     (a, of_a), (b, of_b) = session(WithAmpkit("O2", "dynamic"), 1), session(WithAmpkit("O2", 1.0), 2)
-    WithAmpkit("O2", "dynamic").backward(loss_of(b(a(X))), of_a, delay_unscale=True)
+    backward(loss_of(b(a(X))), of_a, delay_unscale=True)
     of_b.step()
     of_b.zero_grad()
     (loss_of(b(X)) * torch.inf).backward()
@@ -847,9 +714,3 @@ def test_a_grad_scaler_refuses_the_optimizer_of_another_session(level):
         grad_scaler.step(of_a)
     grad_scaler.step(of_b)
     assert_same(weights(a), before)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_lbfgs_at_a_static_scale_gets_the_numbers_of_float32(level):
-    script = lbfgs_with_a_block_in_its_closure
-    assert_same(script(WithAmpkit(level, 1024.0)), script(InFloat32()))

@@ -10,7 +10,15 @@ import weakref
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, initialize_quietly, net_with_norm, random_batch
+from helpers import (
+    STORED_BF16,
+    backward,
+    backward_of_one_weight,
+    initialize_quietly,
+    net_with_norm,
+    one_weight,
+    random_batch,
+)
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
@@ -37,7 +45,11 @@ def reference_gradients(model, data, weights=None):
     return [p.grad for p in twin.parameters()]
 
 
-def with_float32_twin(level, make=lambda p: torch.optim.SGD(p, lr=0.1), **settings):
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def with_float32_twin(level, make=sgd, **settings):
     """Return a copy of the model as it was before, the initialized model, its optimizer."""
     before = net_with_norm()
     return before, *initialize_quietly(net_with_norm(), make, level, **settings)
@@ -143,10 +155,20 @@ def everything(model, optimizer):
     ]
 
 
+def assert_step_is_skipped(model, optimizer, before):
+    assert optimizer.step() is None and ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
 @pytest.mark.parametrize(
-    "level, loss_scale", [*((level, "dynamic") for level in ("O0", "O1", "O2", "O3")), ("O5", 32.0)]
+    "level, loss_scale, flags",
+    [
+        *((level, "dynamic", {}) for level in ("O0", "O1", "O2", "O3")),
+        *(("O5", 32.0, {}), ("O1", "dynamic", {"delay_overflow_check": True})),
+        ("O2", "dynamic", {"delay_overflow_check": True}),
+    ],
 )
-def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, loss_scale):
+def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, loss_scale, flags):
     _, model, optimizer = with_float32_twin(level, lambda p: torch.optim.Adam(p, lr=0.1), loss_scale=loss_scale)
     for x, y in batches(2):
         optimizer.zero_grad()
@@ -154,15 +176,11 @@ def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, lo
         optimizer.step()
     assert not ampkit.step_was_skipped(optimizer)
     before = everything(model, optimizer)
+    assert len(before) > 10
     optimizer.zero_grad()
-    overflow(model, optimizer)
-    assert optimizer.step() is None
-    assert ampkit.step_was_skipped(optimizer)
-    after = everything(model, optimizer)
-    assert len(before) == len(after) > 10
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
-    expected = 32768.0 if loss_scale == "dynamic" else 32.0
-    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == expected
+    overflow(model, optimizer, **flags)
+    assert_step_is_skipped(model, optimizer, before)
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == (32.0 if loss_scale == 32.0 else 32768.0)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
@@ -171,11 +189,9 @@ def test_a_step_looks_again_at_gradients_that_were_written_to(level, make):
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
     [(x, y)] = batches(1)
     backward(F.mse_loss(model(x), y), optimizer)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = everything(model, optimizer)
     model[3].weight.grad[0, 0] = math.nan
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_step_is_skipped(model, optimizer, before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -195,10 +211,7 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
     overflow(model, optimizer, **flags)
     [(x, y)] = batches(1)
     backward(F.mse_loss(model(x), y), optimizer, loss_id=0 if flags else 1)
-    before = everything(model, optimizer)
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+    assert_step_is_skipped(model, optimizer, everything(model, optimizer))
     scales = [state["loss_scale"] for state in ampkit.state_dict().values()]
     assert scales == [2.0**15, 2.0**16]
 
@@ -214,42 +227,38 @@ def test_overflow_in_the_last_micro_batch_skips_the_step(level, make, layer):
     backward(F.mse_loss(model(x), y), optimizer)
     model[layer].weight.register_hook(lambda gradient: gradient * math.inf)
     backward(F.mse_loss(model(x), y), optimizer)
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+    assert_step_is_skipped(model, optimizer, before)
+
+
+def two_models(level, make=torch.optim.SGD):
+    """Return two models with their optimizers, of one session, and all that their steps would change."""
+    models = [net_with_norm(), net_with_norm()]
+    optimizers = [make(model.parameters(), lr=0.1) for model in models]
+    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    return [(model, optimizer, everything(model, optimizer)) for model, optimizer in zip(models, optimizers)]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(level):
-    models = [net_with_norm(), net_with_norm()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
-    before = [everything(model, optimizer) for model, optimizer in zip(models, optimizers)]
+    (a, of_a, _), (b, of_b, _) = both = two_models(level)
     x, y = batches(1)[0]
-    models[0][3].weight.register_hook(lambda gradient: gradient * math.inf)
-    backward(F.mse_loss(models[0](x) + models[1](x), y), optimizers)
-    for model, optimizer, values in zip(models, optimizers, before):
-        optimizer.step()
-        assert ampkit.step_was_skipped(optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
+    a[3].weight.register_hook(lambda gradient: gradient * math.inf)
+    backward(F.mse_loss(a(x) + b(x), y), [of_a, of_b])
+    for model, optimizer, before in both:
+        assert_step_is_skipped(model, optimizer, before)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, torch.optim.RMSprop])
 def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once(make):
     """The overflow is passed on to another optimizer's block, with finite gradients. RMSprop's step does not check itself."""
-    models = [net_with_norm(), net_with_norm()]
-    optimizers = [make(model.parameters(), lr=0.1) for model in models]
-    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
-    before = [everything(model, optimizer) for model, optimizer in zip(models, optimizers)]
-    overflow(models[0], optimizers[0], delay_overflow_check=True)
+    (a, of_a, _), (b, of_b, _) = both = two_models("O2", make)
+    overflow(a, of_a, delay_overflow_check=True)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 0}
     x, y = random_batch()
-    backward(F.mse_loss(models[1](x), y), optimizers[1])
-    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
-    for model, optimizer, values in zip(models, optimizers, before):
-        optimizer.step()
-        assert ampkit.step_was_skipped(optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
+    backward(F.mse_loss(b(x), y), of_b)
+    for model, optimizer, before in both:
+        assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+        assert_step_is_skipped(model, optimizer, before)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
 
 
@@ -261,48 +270,42 @@ def test_one_exit_is_one_iteration_and_delayed_ones_are_none():
 
 
 def test_gradients_that_wait_follow_the_scale_of_a_block_that_fails():
-    model = nn.Linear(2, 1, bias=False)
-    model, optimizer = initialize_quietly(model, lambda params: torch.optim.SGD(params, 1.0), "O0", loss_scale=8.0)
-
-    def block(error=None, **flags):
-        with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, **flags) as scaled:
-            if error is not None:
-                raise error
-            scaled.backward()
-
-    block(delay_unscale=True)
-    assert model.weight.grad.tolist() == [[8.0, 8.0]]
+    model, optimizer = one_weight(opt_level="O0", loss_scale=8.0)
+    backward_of_one_weight(model, optimizer, 1.0, delay_unscale=True)
+    assert model.weight.grad.item() == 8.0
     ampkit.current_session().scalers[0].loss_scale = 2.0
-    with pytest.raises(KeyError):
-        block(KeyError(), delay_unscale=True)
-    assert model.weight.grad.tolist() == [[2.0, 2.0]]
-    block()
-    assert model.weight.grad.tolist() == [[2.0, 2.0]]  # two of 1
+    with pytest.raises(KeyError), ampkit.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True):
+        raise KeyError
+    assert model.weight.grad.item() == 2.0
+    backward_of_one_weight(model, optimizer, 1.0)
+    assert model.weight.grad.item() == 2.0  # two of 1
 
 
 @pytest.mark.parametrize("level, accumulated", [*((level, True) for level in LEVELS), ("O1", False), ("O2", False)])
-def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
-    _, model, optimizer = with_float32_twin(level, loss_scale="dynamic")
+@pytest.mark.parametrize("count", [1, 2], ids=["an optimizer", "two of the same parameters"])
+def test_exception_inside_puts_gradients_and_scale_back(level, accumulated, count):
+    model = net_with_norm()
+    optimizers = [sgd(model.parameters()) for _ in range(count)]
+    ampkit.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
     x, y = batches(1)[0]
     if accumulated:
-        backward(F.mse_loss(model(x), y), optimizer)
-    masters_before = [None if g is None else g.clone() for g in gradients(optimizer)]
+        backward(F.mse_loss(model(x), y), optimizers)
+    masters_before = [None if g is None else g.clone() for g in gradients(optimizers[0])]
     model_before = [p.grad for p in model.parameters()]
     copies = [None if g is None else g.clone() for g in model_before]
     state = ampkit.state_dict()
-    with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+    with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizers) as scaled:
         scaled.backward()
         raise KeyError("a script's own mistake")
-    for param, expected, clone in zip(model.parameters(), model_before, copies):
+    for param, expected in zip(model.parameters(), model_before):
         assert param.grad is expected
-        assert expected is None or torch.equal(expected, clone)
-    for gradient, expected in zip(gradients(optimizer), masters_before):
-        assert (gradient is None) is (expected is None)
-        assert expected is None or torch.equal(gradient, expected)
+    for found, expected in ((model_before, copies), (gradients(optimizers[0]), masters_before)):
+        for gradient, before in zip(found, expected, strict=True):
+            assert gradient is before is None or torch.equal(gradient, before)
     assert ampkit.state_dict() == state
-    backward(F.mse_loss(model(x), y), optimizer)
-    optimizer.step()
-    assert not ampkit.step_was_skipped(optimizer)
+    backward(F.mse_loss(model(x), y), optimizers)
+    optimizers[0].step()
+    assert not ampkit.step_was_skipped(optimizers[0])
 
 
 @pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {"loss_scale": 128.0})])
@@ -331,46 +334,6 @@ def test_nothing_of_a_block_is_held_after_it(fails):
     assert gone() is None
 
 
-# -- silent mistakes
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_backward_through_the_loss_itself_is_told_once(level, caplog):
-    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
-    for _ in range(2):
-        loss = model(torch.randn(3, 4)).float().sum()
-        with ampkit.scale_loss(loss, optimizer):
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    told = [
-        record.getMessage() for record in caplog.records if "did not go through the scaled loss" in record.getMessage()
-    ]
-    assert len(told) == 1 and "scaled_loss.backward()" in told[0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_inside_of_the_block_is_told_once(level, caplog):
-    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
-    for clips_inside in (False, True, True):
-        with ampkit.scale_loss(model(torch.randn(3, 4)).float().sum(), optimizer) as scaled:
-            list(ampkit.master_params(optimizer))  # before the backward pass there is nothing to clip
-            scaled.backward()
-            if clips_inside:  # copies of their own at O2, at O1 the model's
-                with pytest.raises(ampkit.ConfigurationError):
-                    torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
-        assert bool(caplog.records) is clips_inside
-        optimizer.step()
-        optimizer.zero_grad()
-    [record] = caplog.records
-    assert "inside the scale_loss block" in record.getMessage() and "after the block" in record.getMessage()
-
-
 class Unscalable(torch.Tensor):
     def float(self):
         raise MemoryError("no room for the scaled loss")
@@ -394,7 +357,7 @@ def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypat
 
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
     monkeypatch.setattr(torch.Tensor, "__array__", refuse)
-    model, optimizer = initialize_quietly(net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), level)
+    model, optimizer = initialize_quietly(net_with_norm(), sgd, level)
     [(x, y)] = batches(1)
     for factor in (1.0, float("inf")):
         backward(F.mse_loss(model(x), y) * factor, optimizer)
@@ -406,55 +369,9 @@ def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypat
 # Hooks on parameters, which see gradients at the loss scale
 
 
-def clamp(gradient):
-    return gradient.clamp(-1, 1)
-
-
-def clamp_in_place(param):
-    param.grad.clamp_(-1, 1)
-
-
-HOOKS = {
-    "on the gradient": lambda param: param.register_hook(clamp),
-    "after it was added": lambda param: param.register_post_accumulate_grad_hook(clamp_in_place),
-}
-
-
-@pytest.mark.parametrize("level", ("O1", "O2"))
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hook_on_a_parameter_is_told_of_the_loss_scale_once(kind, level, caplog):
-    model, optimizer = initialize_quietly(
-        net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), level, loss_scale=1024.0
-    )
-    name, param = list(model.named_parameters())[-1]
-    HOOKS[kind](param)
-    for x, y in batches(2):
-        backward(F.mse_loss(model(x).float(), y), optimizer)
-        # The gradient at the scale was clamped to 1, and is unscaled then.
-        assert param.grad.abs().max() <= 1 / 1024
-        optimizer.step()
-        optimizer.zero_grad()
-    [message] = [record.getMessage() for record in caplog.records if "hook" in record.getMessage()]
-    assert f"Parameter {name!r} has a hook" in message
-
-
-@pytest.mark.parametrize("scale, of_torch", ((1.0, False), (1024.0, True)))
-def test_hook_on_a_parameter_is_not_told_where_it_is_right(scale, of_torch, caplog):
-    model, optimizer = initialize_quietly(net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), "O2", loss_scale=scale)
-    for param in model.parameters():
-        param.register_hook(torch.clone if of_torch else clamp)
-    [(x, y)] = batches(1)
-    backward(F.mse_loss(model(x).float(), y), optimizer)
-    assert not [record for record in caplog.records if "hook" in record.getMessage()]
-
-
 def test_gradients_that_wait_at_a_scale_of_one_are_checked_at_a_scale_set_since():
-    model = net_with_norm()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, **at(STORED_BF16, check_gradients=False, verbosity=0))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = initialize_quietly(net_with_norm(), sgd, STORED_BF16, check_gradients=False)
+    before = everything(model, optimizer)
     backward(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True)
     ampkit.current_session().scalers[0].loss_scale = 4.0
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_step_is_skipped(model, optimizer, before)

@@ -15,6 +15,7 @@ LEVELS = {
     "O1": ("O1", BFLOAT16),
     "O1 in float16": ("O1", FLOAT16),
     "O1, static scale": ("O1", {**BFLOAT16, "loss_scale": 1024.0}),
+    "O1 in float16, static scale": ("O1", {**FLOAT16, "loss_scale": 65536.0}),
     "O2": ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": "dynamic"}),
     "O2 in float16": ("O2", {"cast_model_type": torch.float16}),
     "O2 without a scale": ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": 1.0}),
@@ -28,8 +29,9 @@ def net():
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
+def initialized(level):
+    opt_level, settings = LEVELS[level]
+    return initialize_quietly(net(), lambda p: torch.optim.SGD(p, lr=0.1), opt_level, **settings)
 
 
 def backward_with_graph(model, optimizer, seed=1):
@@ -70,14 +72,17 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "level, second",
-    [*((level, hessian_times_signs) for level in LEVELS), ("O1", penalty_gradients), ("O2", penalty_gradients)],
+    "level, second, blocks",
+    [
+        *((level, hessian_times_signs, 1) for level in LEVELS),
+        *((level, *rest) for level in ("O1", "O2") for rest in ((penalty_gradients, 1), (hessian_times_signs, 2))),
+    ],
 )
-def test_second_derivative_is_unscaled(level, second):
-    grads, expected = in_float32(second)
-    opt_level, settings = LEVELS[level]
-    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
-    backward_with_graph(model, optimizer)
+def test_second_derivative_is_unscaled(level, second, blocks):
+    grads, expected = in_float32(second, blocks)
+    model, optimizer = initialized(level)
+    for seed in range(1, blocks + 1):
+        backward_with_graph(model, optimizer, seed)
     params = list(model.parameters())
     close([p.grad for p in params], grads)
     # The dtypes after a plain backward pass: float32 where weights have float32 values and a loss scale.
@@ -87,23 +92,10 @@ def test_second_derivative_is_unscaled(level, second):
     assert not ampkit.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_second_derivative_of_gradients_of_two_blocks(level):
-    grads, expected = in_float32(hessian_times_signs, blocks=2)
-    opt_level, settings = LEVELS[level]
-    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
-    for seed in (1, 2):
-        backward_with_graph(model, optimizer, seed)
-    params = list(model.parameters())
-    close([p.grad for p in params], grads)
-    close(hessian_times_signs(params), expected)
-
-
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_is_found_in_gradients_with_a_graph(level, blocks):
-    opt_level, settings = LEVELS[level]
-    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
+    model, optimizer = initialized(level)
     before = [p.detach().clone() for p in model.parameters()]
     for block in range(blocks):
         x, _ = random_batch()
@@ -116,7 +108,7 @@ def test_overflow_is_found_in_gradients_with_a_graph(level, blocks):
 
 def test_cotangent_below_the_smallest_number_of_float16_is_lost():
     """The limit in docs/limits.md: 2**-25 is 0 in float16, and 2**-9 / 65536 is 2**-25."""
-    model, optimizer = initialize_quietly(net(), sgd, "O1", **FLOAT16, loss_scale=65536.0)
+    model, optimizer = initialized("O1 in float16, static scale")
     backward_with_graph(model, optimizer)
     weight = model[2].weight
     largest = []

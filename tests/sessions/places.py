@@ -22,12 +22,21 @@ from torch.utils.checkpoint import checkpoint
 LEVELS = "O1", "O2", "O4", "O5"
 WAYS = "begin", "close", "die"
 
+PLACES = {}
 
+
+def place(function):
+    PLACES[function.__name__] = function
+    return function
+
+
+@place
 def inference_mode(action):
     with torch.inference_mode():
         action()
 
 
+@place
 def dispatch_mode(action):
     class Once(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -40,12 +49,14 @@ def dispatch_mode(action):
         torch.arange(3) * 2
 
 
+@place
 def hooks(action):
     hidden = torch.ones(3, requires_grad=True).exp()
     hidden.register_hook(lambda gradient: action())
     hidden.sum().backward()
 
 
+@place
 def recomputation(action, use_reentrant=False):
     def square(x):
         runs.append(1)
@@ -55,6 +66,11 @@ def recomputation(action, use_reentrant=False):
 
     runs = []
     checkpoint(square, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+
+
+@place
+def reentrant_recomputation(action):
+    recomputation(action, use_reentrant=True)
 
 
 class _Double(torch.autograd.Function):
@@ -76,22 +92,26 @@ class _Double(torch.autograd.Function):
         return gradient * 2
 
 
+@place
 def functorch(action):
     _Double.todo = [action]
     torch.func.grad(lambda x: _Double.apply(x).sum())(torch.ones(2))
 
 
+@place
 def autocast_region(action):
     with torch.autocast("cpu", torch.bfloat16):
         action()
 
 
+@place
 def another_thread(action):
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
 
 
+@place
 def forked_child(action):
     child = os.fork()
     if child == 0:
@@ -105,6 +125,7 @@ def forked_child(action):
     action()
 
 
+@place
 def spawned_child(action):
     """Begin a session in a child, which imports this module anew; it ends there as anywhere."""
     child = torch.multiprocessing.get_context("spawn").Process(target=_all_levels_in_a_child)
@@ -121,6 +142,7 @@ def _all_levels_in_a_child():
     sys.exit(repr(failed) if failed else 0)
 
 
+@place
 def unpacking(action):
     """Run in hooks on saved tensors, amid a backward pass, as offloading does."""
 
@@ -135,10 +157,7 @@ def unpacking(action):
     result.sum().backward()
 
 
-def reentrant_recomputation(action):
-    recomputation(action, use_reentrant=True)
-
-
+@place
 def operator_in_python(action):
     """Run in Python that the dispatcher calls, for a custom operator of a script."""
     if not _todo_of_operator:
@@ -153,6 +172,7 @@ def operator_in_python(action):
 _todo_of_operator = []  # first the library
 
 
+@place
 def generator(action):
     """Run in code that is left and entered again, inside of a region of its own."""
 
@@ -168,6 +188,7 @@ def generator(action):
     running.close()
 
 
+@place
 def event_loop(action):
     async def act():
         with torch.inference_mode():
@@ -176,6 +197,7 @@ def event_loop(action):
     asyncio.run(act())
 
 
+@place
 def raised_error(action):
     class Fails(nn.Module):
         def forward(self, x):
@@ -187,10 +209,12 @@ def raised_error(action):
         action()
 
 
+@place
 def interpreter_exit(action):
     action()  # `main` has all cells run in a handler of atexit, and leaves the last session alive
 
 
+@place
 def garbage_collection(action):
     class Cycle:
         def __del__(self):
@@ -202,25 +226,6 @@ def garbage_collection(action):
     gc.collect()
     gc.collect()  # of what became garbage meanwhile
 
-
-PLACES = {
-    place.__name__: place
-    for place in (
-        *(
-            inference_mode,
-            dispatch_mode,
-            hooks,
-            recomputation,
-            functorch,
-            autocast_region,
-            another_thread,
-            forked_child,
-            spawned_child,
-        ),
-        *(raised_error, interpreter_exit, garbage_collection),
-        *(unpacking, reentrant_recomputation, operator_in_python, generator, event_loop),
-    )
-}
 
 _STAYS = "what is pickled for a spawned child is a plain model, so no session of the parent's is there to end"
 CANNOT_OCCUR = {("spawned_child", way): _STAYS for way in ("close", "die")}
@@ -245,17 +250,13 @@ def state():
     """The state of torch: a training, dtypes of products, the thread's state and torch's functions."""
     snapshot = {"losses": training(), "mm": torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype}
     snapshot["torch.ops"] = torch.ops.aten.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-    snapshot["autocast"] = (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
+    cache = torch.is_autocast_cache_enabled()
+    snapshot["autocast"] = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), cache
     snapshot["regions"] = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     snapshot["modes"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     for owner in torch, nn.functional, torch.Tensor, nn.Module, torch.autograd, nn.utils.clip_grad, torch.fx.Tracer:
-        snapshot[owner.__name__] = {
-            name: value for name, value in vars(owner).items() if callable(value) or name == "data"
-        }
+        own = {name: value for name, value in vars(owner).items() if callable(value) or name == "data"}
+        snapshot[owner.__name__] = own
     return snapshot
 
 
@@ -296,19 +297,15 @@ def cell(place, way, level):
         moved = [(p.detach() - q).abs().max() for p, q in zip(held["model"].state_dict().values(), exact)]
         problems = [] if all(0 < step < 2e-3 for step in moved) else [f"Adam's first step is {moved}"]
         ampkit.close()
-        problems += [
-            str(p.dtype) for p in held["model"].parameters() if p.dtype is not torch.float32 or p.is_inference()
-        ]
     else:
         begin()
         train()
         place(ampkit.close if way == "close" else die)
         problems = []
-        if way == "close":
-            problems += [
-                str(p.dtype) for p in held["model"].parameters() if p.dtype is not torch.float32 or p.is_inference()
-            ]
-            held["model"](x).sum().backward()  # as any float32 model
+    if way != "die":
+        wrong = [p for p in held["model"].parameters() if p.dtype is not torch.float32 or p.is_inference()]
+        problems += [str(p.dtype) for p in wrong]
+        held["model"](x).sum().backward()  # as any float32 model
     return problems + differences() + (["a session lives"] if ampkit.current_session() is not None else [])
 
 

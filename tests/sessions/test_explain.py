@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward
+from helpers import STORED_BF16, at, iterate
 from torch import nn
 
 import ampkit
@@ -15,8 +15,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q = nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
+        self.q, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
         self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.gate = nn.Parameter(torch.ones(16))
 
@@ -47,10 +46,6 @@ OPTIMIZERS = {
 }
 
 
-def rows_by_name(explanation):
-    return {row.name: row for row in explanation.modules}
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_it_says_beforehand_is_what_initialize_does(level):
     for make in OPTIMIZERS.values():
@@ -68,7 +63,7 @@ def test_what_it_says_beforehand_is_what_initialize_does(level):
 
 
 def test_rows_say_what_is_stored_and_kept():
-    rows = rows_by_name(ampkit.explain(Model(), opt_level="O2", keep_fp32="head"))
+    rows = {row.name: row for row in ampkit.explain(Model(), opt_level="O2", keep_fp32="head").modules}
     # The three blocks have 16 * 16 + 16; 16 + 16; 16 * 32 + 32 and 32 * 16 + 16; and there is a vector of 16.
     assert {name: (row.modules, row.parameters) for name, row in rows.items()} == {
         "embedding": (1, 160),
@@ -86,9 +81,7 @@ def test_rows_say_what_is_stored_and_kept():
         "layers.0-2.norm": (float32, False, "a norm"),
         "head": (float32, False, "keep_fp32= names it"),
     }
-    for name, (storage, has_rest, kept) in expected.items():
-        row = rows[name]
-        assert (row.storage, row.has_rest, row.kept) == (storage, has_rest, kept), name
+    assert {name: (rows[name].storage, rows[name].has_rest, rows[name].kept) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -133,10 +126,7 @@ def test_bytes_per_parameter_before_and_after_a_step(level, width, expected):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert ampkit.explain(model, optimizer, **at(level)).optimizers[0].total_bytes == expected
     ampkit.initialize(model, optimizer, **at(level, verbosity=0))
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(model(torch.ones(2, width)).sum(), optimizer)
-        optimizer.step()
+    iterate(lambda: model(torch.ones(2, width)).sum(), optimizer, times=2)
     (row,) = ampkit.explain(model).optimizers
     assert row.total_bytes == expected
     assert f"{expected}.0 = " in str(ampkit.current_session())
@@ -144,8 +134,7 @@ def test_bytes_per_parameter_before_and_after_a_step(level, width, expected):
 
 def test_gradients_that_float16_cannot_hold_are_float32():
     model = nn.Linear(16, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = dict(opt_level="O2", cast_model_type=torch.float16)
+    optimizer, settings = torch.optim.SGD(model.parameters(), lr=0.1), at("O2", cast_model_type=torch.float16)
     for loss_scale, expected in ((1.0, 2 + 2 + 2), (128.0, 2 + 2 + 4)):
         (row,) = ampkit.explain(model, optimizer, loss_scale=loss_scale, **settings).optimizers
         assert row.total_bytes == expected

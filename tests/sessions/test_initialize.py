@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers import iterate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,11 @@ def make_model():
 def make_pair():
     model = make_model()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def initialized(model=None, **settings):
+    model = make_model() if model is None else model
+    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **settings)
 
 
 def snapshot(*things):
@@ -73,12 +79,12 @@ def test_forms_return_as_they_came(level):
 
 
 def test_positional_arguments_are_in_the_order_of_apex():
-    model, optimizer = make_pair()
-    ampkit.initialize(
-        model, optimizer, True, "O2", torch.float16, False, True, True, 128.0, torch.bfloat16, 3, 0, 0.5, 256.0
+    dtype = torch.float16
+    _held = ampkit.initialize(
+        *make_pair(), True, "O2", dtype, False, True, True, 128.0, torch.bfloat16, 3, 0, 0.5, 256.0
     )
     plan = ampkit.current_session().plan
-    assert (plan.opt_level, plan.cast_model_type, plan.patch_torch_functions) == ("O2", torch.float16, False)
+    assert (plan.opt_level, plan.cast_model_type, plan.patch_torch_functions) == ("O2", dtype, False)
     assert (plan.keep_batchnorm_fp32, plan.master_weights, plan.loss_scale) == (True, True, 128.0)
     assert (plan.cast_model_outputs, plan.num_losses, plan.verbosity) == (torch.bfloat16, 3, 0)
     assert (plan.min_loss_scale, plan.max_loss_scale) == (0.5, 256.0)
@@ -118,22 +124,19 @@ def test_level_in_the_place_of_enabled_is_refused():
     assert same(before, snapshot(model, optimizer))
 
 
-def test_disabled_loads_a_checkpoint_of_an_enabled_run_without_a_word(caplog):
-    model = make_model()
-    ampkit.initialize(model, enabled=False)
-    ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})
-    assert not caplog.records and ampkit.state_dict() == {}
-
-
-def test_disabled_takes_anything_and_does_not_pile_up():
+def test_disabled_takes_anything_without_a_word_and_does_not_pile_up(caplog):
     for _ in range(5):
         assert ampkit.initialize("no model", 3, enabled=False) == ("no model", 3)
         with ampkit.scale_loss("loss", 3) as scaled:
             assert scaled == "loss"
     model, optimizer = make_pair()
+    wrapped = Slotted(optimizer)
     for _ in range(5):
+        assert ampkit.initialize(model, wrapped, enabled=False) == (model, wrapped)
         ampkit.initialize(model, optimizer, enabled=False)
     assert len(live_sessions) == 1
+    ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})  # of an enabled run
+    assert not caplog.records and ampkit.state_dict() == {}
 
 
 class Slotted:
@@ -148,18 +151,18 @@ class Slotted:
         return getattr(self.inner, name)
 
 
-def test_disabled_takes_wrappers_without_weak_references():
-    model, optimizer = make_pair()
-    wrapped = Slotted(optimizer)
-    assert ampkit.initialize(model, wrapped, enabled=False) == (model, wrapped)
-
-
 def test_disabled_ends_the_earlier_session_of_the_model():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized(opt_level="O2")
     ampkit.initialize(model, optimizer, enabled=False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert "_ampkit" not in vars(optimizer)
+
+
+def in_ddp():
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)  # no process group here
+    nn.Module.__init__(wrapper)
+    wrapper.module = make_model()
+    return wrapper
 
 
 WRONG_MODELS = {
@@ -168,6 +171,7 @@ WRONG_MODELS = {
         lambda: nn.Sequential(nn.DataParallel(make_model())),
         ("'0'", "DataParallel", "before wrapping"),
     ),
+    "in DistributedDataParallel": (in_ddp, ("wrapped in DistributedDataParallel", "before wrapping")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
     "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
     "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
@@ -193,14 +197,6 @@ def test_model_is_refused(case, level):
     assert same(before, snapshot(model, good, optimizer)) and around == process()
 
 
-def test_model_in_distributed_data_parallel_is_refused():
-    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)  # no process group here
-    nn.Module.__init__(wrapper)
-    wrapper.module = make_model()
-    with pytest.raises(ampkit.ConfigurationError, match=r"wrapped in DistributedDataParallel.*before wrapping"):
-        ampkit.initialize(wrapper, verbosity=0)
-
-
 def foreign_half_optimizer(model):
     return torch.optim.SGD([nn.Parameter(torch.ones(size, dtype=torch.float16)) for size in range(7, 40)], lr=0.1)
 
@@ -218,17 +214,12 @@ WRONG_OPTIMIZERS = {
 
 def test_fused_sgd_is_refused_where_it_does_not_step():
     """torch's fused SGD over lower-precision weights on the CPU steps only a few of them."""
-    model, _ = make_pair()
-    for level, refused in (("O3", True), ("O2", False), ("O1", False)):
-        for fused in (True, False):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-            if refused and fused:
-                with pytest.raises(
-                    ampkit.ConfigurationError, match=r"fused=True.*leaves most .* as they are. Use fused=False"
-                ):
-                    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-            else:
-                ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, words = make_model(), r"fused=True.*leaves most .* as they are. Use fused=False"
+    for level, fused in (("O3", True), ("O3", False), ("O2", True), ("O1", True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        refuses = (level, fused) == ("O3", True)
+        with pytest.raises(ampkit.ConfigurationError, match=words) if refuses else contextlib.nullcontext():
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize("level", ("O0", "O1", "O5"))
@@ -251,7 +242,6 @@ def test_model_passed_twice_is_refused():
 
 WRONG_SETTINGS = {
     "digits for a letter": (dict(opt_level="01"), ("'01'", "'O0'", "'O5'", "letter O")),
-    "zero scale": (dict(loss_scale=0), ("loss_scale=0", "positive number", "1.0 means")),
     "contradiction": (dict(opt_level="O1", master_weights=True), ("master_weights=True", "None at O1")),
     "keeping what is not there": (dict(opt_level="O5", keep_fp32=["hed*"]), ("'hed*'", "no module", "named_modules")),
 }
@@ -271,28 +261,36 @@ def test_setting_is_refused_and_an_earlier_session_lives_on(case):
         scaled.backward()
 
 
+NOT_INITIALIZED, IN_ITS_PLACE = (
+    ampkit.NotInitializedError,
+    r"where it expects the optimizer.*scale_loss\(loss, optimizer\)",
+)
+#: Arguments of scale_loss, and what is said of them.
+WRONG_CALLS = {
+    "never passed": (
+        lambda loss, model, optimizer: (loss, [optimizer, torch.optim.Adam(model.parameters())]),
+        *(NOT_INITIALIZED, r"This Adam was not passed to initialize.*Pass every"),
+    ),
+    "an empty list": (lambda loss, *_: (loss, []), NOT_INITIALIZED, "was given no optimizer"),
+    "no optimizer": (lambda loss, *_: (loss,), NOT_INITIALIZED, r"no optimizer.*scale_loss\(loss, optimizer\)"),
+    "a number": (lambda loss, _, optimizer: (1.0, optimizer), TypeError, r"found float\. Pass the tensor itself"),
+    "the wrong order": (lambda loss, _, optimizer: (optimizer, loss), NOT_INITIALIZED, IN_ITS_PLACE),
+    "a model": (lambda loss, model, _: (loss, model), NOT_INITIALIZED, IN_ITS_PLACE),
+    "parameters": (lambda loss, model, _: (loss, model.parameters()), NOT_INITIALIZED, IN_ITS_PLACE),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_scale_loss_says_what_it_expects(name):
+    wrong, error, words = WRONG_CALLS[name]
+    model, optimizer = initialized()
+    with pytest.raises(error, match=words):
+        ampkit.scale_loss(*wrong(model(torch.ones(1, 4)).sum(), model, optimizer)).__enter__()
+
+
 def test_scale_loss_is_refused_before_initialize():
-    _, optimizer = make_pair()
     with pytest.raises(ampkit.NotInitializedError, match=r"before initialize.*Call model, optimizer"):
-        with ampkit.scale_loss(torch.ones(()), optimizer):
-            pass
-
-
-def test_scale_loss_is_refused_for_an_optimizer_never_passed():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, verbosity=0)
-    with pytest.raises(ampkit.NotInitializedError, match=r"This Adam was not passed to initialize.*Pass every"):
-        with ampkit.scale_loss(torch.ones(()), [optimizer, torch.optim.Adam(model.parameters())]):
-            pass
-    with pytest.raises(ampkit.NotInitializedError, match="was given no optimizer"):
-        with ampkit.scale_loss(torch.ones(()), []):
-            pass
-    with pytest.raises(ampkit.NotInitializedError, match=r"was given no optimizer.*scale_loss\(loss, optimizer\)"):
-        with ampkit.scale_loss(torch.ones(())):
-            pass
-    with pytest.raises(TypeError, match=r"found float\. Pass the tensor itself"):
-        with ampkit.scale_loss(1.0, optimizer):
-            pass
+        ampkit.scale_loss(torch.ones(()), make_pair()[1]).__enter__()
 
 
 # A failure halfway
@@ -434,19 +432,14 @@ def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, 
 
 @pytest.mark.parametrize("item", ["hed", "Linear", nn.Linear(1, 1), nn.Conv2d], ids=str)
 def test_what_keep_fp32_does_not_find_is_refused(item):
-    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
-    model.forward = model["head"].forward
-    with pytest.raises(
-        ampkit.ConfigurationError, match=r"matches no module and no parameter\. Give modules of the model"
-    ):
-        ampkit.initialize(model, opt_level="O2", keep_fp32=item, verbosity=0)
+    words = r"matches no module and no parameter\. Give modules of the model"
+    with pytest.raises(ampkit.ConfigurationError, match=words):
+        ampkit.initialize(nn.Sequential(nn.Linear(2, 2)), opt_level="O2", keep_fp32=item, verbosity=0)
 
 
 def test_weights_on_the_meta_device_are_refused_where_masters_are_made_of_them():
-    model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(
-        ampkit.ConfigurationError, match=r"'weight' is on the meta device .* O2 makes masters.*to_empty"
-    ):
+    model, words = nn.Linear(2, 2, device="meta"), r"'weight' is on the meta device .* O2 makes masters.*to_empty"
+    with pytest.raises(ampkit.ConfigurationError, match=words):
         ampkit.initialize(model, opt_level="O2", verbosity=0)
     ampkit.initialize(model, opt_level="O1", verbosity=0)  # calls are cast, and no weight
 
@@ -454,43 +447,24 @@ def test_weights_on_the_meta_device_are_refused_where_masters_are_made_of_them()
 @pytest.mark.parametrize("function", [ampkit.clip_grad_norm_, ampkit.step_was_skipped, ampkit.master_params])
 @pytest.mark.parametrize("argument", ["parameters", "model", "list", "none"])
 def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, argument):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized(nn.Linear(2, 2), opt_level="O2")
     thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[argument]
     more = [1.0] if function is ampkit.clip_grad_norm_ else []
     name = function.__name__
-    with pytest.raises(
-        TypeError, match=rf"{name} expects the optimizer .*, found .*Write {name}\(optimizer, ...\), once"
-    ):
+    words = rf"{name} expects the optimizer .*, found .*Write {name}\(optimizer, ...\), once"
+    with pytest.raises(TypeError, match=words):
         list(function(thing, *more))
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None, "1"], ids=str)
 def test_a_norm_that_no_gradients_can_have_is_refused(max_norm):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, verbosity=0)
+    _model, optimizer = initialized(nn.Linear(2, 2))
     with pytest.raises(ampkit.ConfigurationError, match=f"max_norm={max_norm!r} is not accepted"):
         ampkit.clip_grad_norm_(optimizer, max_norm)
 
 
-def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, verbosity=0)
-    loss = model(torch.ones(1, 2)).sum()
-    for arguments in ((optimizer, loss), (loss, model), (loss, model.parameters())):
-        with pytest.raises(
-            ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
-        ):
-            ampkit.scale_loss(*arguments)
-
-
 def test_scale_loss_without_with_says_how_it_is_written():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, verbosity=0)
+    model, optimizer = initialized(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"entered by 'with'.*as scaled_loss: scaled_loss.backward"):
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer).backward()
     assert model.weight.grad is None
@@ -518,16 +492,13 @@ def test_an_optimizer_of_another_model_is_warned_of(caplog):
 
 
 def test_a_level_may_be_written_small():
-    model = nn.Linear(4, 2)
-    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="o2", verbosity=0)
-    assert ampkit.current_session().plan.opt_level == "O2" and model.weight.dtype is torch.bfloat16
+    model, _optimizer = initialized(opt_level="o2")
+    assert ampkit.current_session().plan.opt_level == "O2" and model[0].weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("level, is_told", [("O1", False), ("O2", True), ("O3", True), ("O4", False), ("O5", False)])
 def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, caplog):
-    model, optimizer = make_pair()
-    model.share_memory()
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, _optimizer = initialized(make_model().share_memory(), opt_level=level)
     assert all(param.is_shared() for param in model.parameters()) is not is_told
     assert caplog.text.count(f"those that {level} stores are not: call model.share_memory()") == is_told
     model.share_memory()
@@ -554,10 +525,6 @@ def test_an_eps_that_float16_has_not_is_told_and_what_is_advised_keeps_weights_f
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = make(model.parameters())
     ampkit.initialize(model, optimizer, opt_level=level, cast_model_type=dtype, loss_scale=128.0, verbosity=0)
-    for _ in range(3):
-        with ampkit.scale_loss(model(torch.randn(16, 8)).float().pow(2).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    iterate(lambda: model(torch.randn(16, 8)).float().pow(2).mean(), optimizer, times=3)
     assert ("weights become NaN" in caplog.text) == is_told
     assert all(param.isfinite().all() for param in model.parameters()) != is_told

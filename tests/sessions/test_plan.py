@@ -1,6 +1,7 @@
 """The table of opt levels, and what may be overridden where. Whole plans are written out by hand."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -24,29 +25,18 @@ DEFAULTS_ON_CUDA = {
 }
 
 
-def row(plan):
-    return (
-        plan.cast_model_type,
-        plan.patch_torch_functions,
-        plan.patch_torch_functions_type,
-        plan.keep_batchnorm_fp32,
-        plan.master_weights,
-        plan.loss_scale,
-    )
+row = operator.attrgetter(
+    *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
+    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
+)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_defaults_on_an_accelerator(level, monkeypatch):
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
-    assert row(defaults_of(level, "cuda")) == DEFAULTS_ON_CUDA[level]
-    assert row(defaults_of(level, "xpu")) == DEFAULTS_ON_CUDA[level]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_defaults_on_the_cpu(level, monkeypatch):
-    monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
-    expected = tuple(BF16 if value is F16 else value for value in DEFAULTS_ON_CUDA[level])
-    assert row(defaults_of(level, "cpu")) == expected
+    assert row(defaults_of(level, "cuda")) == row(defaults_of(level, "xpu")) == DEFAULTS_ON_CUDA[level]
+    on_the_cpu = tuple(BF16 if value is F16 else value for value in DEFAULTS_ON_CUDA[level])
+    assert row(defaults_of(level, "cpu")) == on_the_cpu
 
 
 def test_defaults_that_all_levels_share():
@@ -63,11 +53,9 @@ def test_defaults_that_all_levels_share():
 @pytest.mark.parametrize("device_type", ("cpu", "cuda"))
 def test_lower_precision_comes_from_the_environment(monkeypatch, device_type, name, dtype):
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", name)
-    assert defaults_of("O1", device_type).patch_torch_functions_type is dtype
-    assert defaults_of("O2", device_type).cast_model_type is dtype
-    assert defaults_of("O3", device_type).cast_model_type is dtype
-    assert defaults_of("O4", device_type).patch_torch_functions_type is BF16
-    assert defaults_of("O5", device_type).patch_torch_functions_type is BF16
+    found = [defaults_of(level, device_type).patch_torch_functions_type for level in ("O1", "O4", "O5")]
+    assert found == [dtype, BF16, BF16]
+    assert [defaults_of(level, device_type).cast_model_type for level in ("O2", "O3")] == [dtype, dtype]
     assert resolve("O2", device_type, {"cast_model_type": F16}).cast_model_type is F16
 
 
@@ -127,12 +115,7 @@ def test_override_is_taken(level, name, given, expected):
 AS_BEFORE = "opt_level='O2', cast_model_type=torch.bfloat16, loss_scale=1.0"
 # ... and what the message must say: found, expected, what to do.
 REFUSED = (
-    (
-        "O1 O4",
-        "cast_model_type",
-        F16,
-        ("cast_model_type=torch.float16", "None or torch.float32", "choose O2 or O3"),
-    ),
+    ("O1 O4", "cast_model_type", F16, ("_type=torch.float16", "None or torch.float32", "choose O2 or O3")),
     ("O0", "cast_model_type", BF16, ("cast_model_type=torch.bfloat16", "torch.float32", "at O0")),
     ("O5", "cast_model_type", F16, ("cast_model_type=torch.float16", "None or torch.float32 at O5", AS_BEFORE)),
     ("O5", "cast_model_type", BF16, ("cast_model_type=torch.bfloat16", "None or torch.float32 at O5", AS_BEFORE)),
@@ -190,12 +173,9 @@ def test_level_of_another_name_is_refused(level):
     assert repr(level) in str(caught.value) and "'O0', 'O1', 'O2'" in str(caught.value)
 
 
-def test_bounds_that_cross_are_refused():
+def test_bounds_that_cross_are_refused_and_may_be_one_number():
     with pytest.raises(ConfigurationError, match=r"min_loss_scale=8 is above max_loss_scale=4\. Lower the one"):
         resolve("O1", "cpu", {"min_loss_scale": 8, "max_loss_scale": 4})
-
-
-def test_bounds_may_be_one_number():
     plan = resolve("O1", "cpu", {"min_loss_scale": 8, "max_loss_scale": 8})
     assert (plan.min_loss_scale, plan.max_loss_scale) == (8.0, 8.0)
 

@@ -1,5 +1,7 @@
 """Sessions: several at once, again and again, and what ends them (by close, by garbage collection, by the next initialize)."""
 
+import concurrent.futures
+import contextlib
 import copy
 import gc
 import sys
@@ -23,6 +25,10 @@ def make_pair():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def initialized_pair(level="O2", **settings):
+    return ampkit.initialize(*make_pair(), **at(level, verbosity=0, **settings))
+
+
 def shrink_output(model, optimizer, times=1, **flags):
     """Run iterations that bring the output for ones towards zero; returns the last loss."""
     return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
@@ -32,10 +38,9 @@ def shrink_output(model, optimizer, times=1, **flags):
 
 
 def test_scalers_are_numbered_across_sessions():
-    first, second = make_pair(), make_pair()
-    ampkit.initialize(*first, opt_level="O1", num_losses=2, loss_scale=128.0, verbosity=0)
+    first = initialized_pair("O1", num_losses=2, loss_scale=128.0)
     assert ampkit.state_dict() == {f"loss_scaler{i}": {"loss_scale": 128.0, "unskipped": 0} for i in range(2)}
-    ampkit.initialize(*second, opt_level="O2", verbosity=0)
+    second = initialized_pair()
     shrink_output(*first, loss_id=1)
     shrink_output(*second, times=2)
     assert ampkit.state_dict() == {
@@ -51,8 +56,7 @@ def test_scalers_are_numbered_across_sessions():
 
 def fold(iterations):
     """Return a pair at O1 whose loss scaler has counted ``iterations``."""
-    pair = make_pair()
-    ampkit.initialize(*pair, opt_level="O1", verbosity=0)
+    pair = initialized_pair("O1")
     if iterations:
         shrink_output(*pair, times=iterations)
     return pair
@@ -89,15 +93,18 @@ def test_folds_that_only_cycles_hold_are_not_saved():
     del current
 
 
-def test_a_state_that_comes_before_initialize_is_told_to_come_after_it(caplog):
+@pytest.mark.parametrize("closes", [False, True], ids=["before initialize", "after close"])
+def test_a_state_without_a_session_is_told_to_come_after_initialize(closes, caplog):
+    if closes:
+        initialized_pair("O1")
+        ampkit.close()
     ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
     assert "before initialize(), or after close(): no loss scale was loaded" in caplog.text
 
 
 def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
     """A file without session numbers is Apex's, or of one session: its order is the order of losses."""
-    pair = make_pair()
-    ampkit.initialize(*pair, opt_level="O1", num_losses=2, verbosity=0)
+    _held = initialized_pair("O1", num_losses=2)
     ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": 10 + i} for i in range(3)})
     assert unskipped() == [10, 11]
     assert "Was num_losses changed?" in caplog.text
@@ -105,9 +112,7 @@ def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
 
 @pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", True, 0.0, None))
 def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
-    first, second = make_pair(), make_pair()
-    ampkit.initialize(*first, num_losses=1, verbosity=0)
-    ampkit.initialize(*second, num_losses=4, verbosity=0)
+    first, second = initialized_pair("O1", num_losses=1), initialized_pair("O1", num_losses=4)
     with pytest.raises(ampkit.LossIdError) as caught:
         shrink_output(*first, loss_id=loss_id)
     for word in (f"loss_id={loss_id!r}", "num_losses=1", "from 0 to 0", "Pass num_losses="):
@@ -138,7 +143,7 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         optimizer.step()
         expected = reference.weight - 0.25 * reference.weight.grad
         assert torch.allclose(model.weight.float(), expected, rtol=2e-2, atol=1e-2)
-    assert [entry["unskipped"] for entry in ampkit.state_dict().values()] == [1, 0]
+    assert unskipped() == [1, 0]
     backward(loss_of(*models, torch.full((2, 4), float("inf"))), optimizers)
     before = [model.weight.detach().clone() for model in models]
     for optimizer in optimizers:
@@ -146,18 +151,15 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
     # An overflow in gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
-    for finite, unskipped in ((True, 1), (False, 0)):
+    for value, clean in ((1.0, 1), (float("inf"), 0)):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        x = torch.full((2, 4), 1.0 if finite else float("inf"))
-        backward(models[1](x).float().mean(), optimizers)
-        assert [entry["unskipped"] for entry in ampkit.state_dict().values()] == [unskipped, 0]
+        backward(models[1](torch.full((2, 4), value)).float().mean(), optimizers)
+        assert unskipped() == [clean, 0]
 
 
 def test_gradients_outside_of_a_block_are_told_of_after_another_session_has_closed(caplog):
-    first, second = (make_pair() for _ in range(2))
-    for pair in (first, second):
-        ampkit.initialize(*pair, opt_level="O2", loss_scale=8.0, verbosity=0)
+    _first, second = (initialized_pair(loss_scale=8.0) for _ in range(2))
     live_sessions[0].close()
     second[0](torch.ones(2, 4)).float().sum().backward()
     second[1].step()
@@ -165,10 +167,9 @@ def test_gradients_outside_of_a_block_are_told_of_after_another_session_has_clos
 
 
 def test_a_loss_is_not_shared_with_a_disabled_session():
-    first, second = make_pair(), make_pair()
-    ampkit.initialize(*first, verbosity=0)
-    ampkit.initialize(*second, enabled=False)
-    for optimizers in ([first[1], second[1]], [second[1], first[1]]):
+    (_model, first), (other, second) = initialized_pair("O1"), make_pair()
+    ampkit.initialize(other, second, enabled=False)
+    for optimizers in ([first, second], [second, first]):
         with pytest.raises(ampkit.ConfigurationError, match="enabled=False"):
             with ampkit.scale_loss(torch.ones(()), optimizers):
                 pass
@@ -201,11 +202,8 @@ def test_threads_initialize_and_train_as_alone(where):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=args) for args in zip(levels, pairs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, levels, pairs))
     finally:
         sys.setswitchinterval(interval)
     for level, values in zip(levels, alone):
@@ -214,18 +212,8 @@ def test_threads_initialize_and_train_as_alone(where):
 
 def in_a_thread(work):
     """Run ``work`` in a thread of its own; returns the exception that it raises, or None."""
-    raised = []
-
-    def guarded():
-        try:
-            work()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).exception()
 
 
 def train_while(pair, meanwhile):
@@ -235,10 +223,6 @@ def train_while(pair, meanwhile):
         scaled.backward()
         meanwhile()
     pair[1].step()
-
-
-def initialized_pair():
-    return ampkit.initialize(*make_pair(), opt_level="O2", verbosity=0)
 
 
 def test_blocks_of_two_threads_are_open_at_once_beside_what_a_third_has_trained():
@@ -302,7 +286,8 @@ def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread(
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
     """Also while that thread is still in initialize, when no optimizer is known to be its own yet."""
-    other, has_begun, may_end = nn.Linear(2, 2), threading.Event(), threading.Event()
+    other, seen = nn.Linear(2, 2), []
+    has_begun, may_end = threading.Event(), threading.Event()
 
     def beside():
         ampkit.initialize(other, opt_level="O1", verbosity=0)
@@ -313,13 +298,9 @@ def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_mad
     thread = threading.Thread(target=beside)
     thread.start()
     assert has_begun.wait(60)
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
     try:
-        with ampkit.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
-            inside = other.weight.grad
-            scaled.backward()
-        assert inside is other.weight.grad is not None and other.weight.grad.eq(1).all()
+        train_while(initialized_pair("O1"), lambda: seen.append(other.weight.grad))
+        assert seen[0] is other.weight.grad is not None and other.weight.grad.eq(1).all()
     finally:
         may_end.set()
         thread.join()
@@ -348,9 +329,7 @@ def test_forward_of_another_level_runs_uncast():
 
 
 def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
-    first, second = make_pair(), make_pair()
-    ampkit.initialize(*first, opt_level="O1", verbosity=0)
-    ampkit.initialize(*second, **at(STORED_BF16, verbosity=0))
+    first, second = initialized_pair("O1"), initialized_pair(STORED_BF16)
     with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
         ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
     assert second[0][0].weight.dtype is torch.bfloat16 and len(live_sessions) == 2
@@ -361,10 +340,7 @@ def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
 
 
 def test_patches_stay_until_the_last_session_at_o1_closes():
-    first, second = make_pair(), make_pair()
-    plain = torch.mm
-    ampkit.initialize(*first, opt_level="O1", verbosity=0)
-    ampkit.initialize(*second, opt_level="O4", verbosity=0)
+    plain, _first, second = torch.mm, initialized_pair("O1"), initialized_pair("O4")
     live_sessions[0].close()
     assert torch.mm is not plain and second[0](torch.ones(1, 4)).dtype is torch.bfloat16
     live_sessions[0].close()
@@ -375,13 +351,10 @@ def test_patches_stay_until_the_last_session_at_o1_closes():
 
 
 def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1():
-    x = torch.ones(2, 2)
-    at_o1, at_o2, later = make_pair(), make_pair(), make_pair()
-    ampkit.initialize(*at_o1, opt_level="O1", verbosity=0)
-    ampkit.initialize(*at_o2, opt_level="O2", verbosity=0)
+    x, _first, _second = torch.ones(2, 2), initialized_pair("O1"), initialized_pair()
     assert torch.mm(x, x).dtype is torch.bfloat16
     live_sessions[0].close()
-    ampkit.initialize(*later, opt_level="O2", verbosity=0)  # goes on with the engine of the second
+    _later = initialized_pair()  # goes on with the engine of the second
     assert torch.mm(x, x).dtype is torch.float32
 
 
@@ -446,7 +419,7 @@ def test_weight_that_another_session_stores_trains_in_float32_or_is_refused(leve
 
 def test_second_initialize_of_half_the_things_closes_the_whole_session():
     first, second = make_pair(), make_pair()
-    ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O2", verbosity=0)
+    ampkit.initialize(*zip(first, second), opt_level="O2", verbosity=0)
     ampkit.initialize(*first, opt_level="O1", verbosity=0)
     assert {p.dtype for p in second[0].parameters()} == {torch.float32}
     with pytest.raises(ampkit.NotInitializedError):
@@ -454,8 +427,7 @@ def test_second_initialize_of_half_the_things_closes_the_whole_session():
 
 
 def test_model_made_half_after_initialize_comes_in_half_to_the_next():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized_pair("O1")
     model.half()
     ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -469,8 +441,7 @@ def test_model_made_half_after_initialize_comes_in_half_to_the_next():
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
 def test_session_dies_with_its_models_and_optimizers(level):
     plain = torch.mm
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized_pair(level)
     shrink_output(model, optimizer)
     del model
     gc.collect()
@@ -482,18 +453,16 @@ def test_session_dies_with_its_models_and_optimizers(level):
 
 def test_session_of_a_dead_model_is_no_obstacle_to_the_next():
     for dtype in (torch.bfloat16, torch.float16):
-        model, optimizer = make_pair()
+        model, _ = initialized_pair("O1", patch_torch_functions_type=dtype)
         model.itself = [model]  # a cycle: only the collector can free it
-        ampkit.initialize(model, optimizer, patch_torch_functions_type=dtype, verbosity=0)
-        del model, optimizer
+        del model, _
 
 
 # with ampkit.session
 
 
 def test_session_closes_at_the_end_of_its_block():
-    outside, inside = make_pair(), make_pair()
-    ampkit.initialize(*outside, opt_level="O5", verbosity=0)
+    outside, inside = initialized_pair("O5"), make_pair()
     with ampkit.session(*inside, "O1", verbosity=0) as (model, optimizer):
         assert (model, optimizer) == inside
         assert ampkit.current_session().models == [model]
@@ -503,45 +472,24 @@ def test_session_closes_at_the_end_of_its_block():
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
 
 
-def test_session_closes_when_its_block_raises():
-    model, optimizer = make_pair()
-    with pytest.raises(KeyError):
-        with ampkit.session(model, optimizer, "O2", verbosity=0):
-            shrink_output(model, optimizer)
-            raise KeyError
-    assert ampkit.current_session() is None
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_session_of_a_model_alone_yields_it():
+@pytest.mark.parametrize("leaves", ["by an error", "after close"])
+def test_session_closes_once_however_its_block_ends(leaves):
     model, _ = make_pair()
-    with ampkit.session(model, opt_level="O3", verbosity=0) as yielded:
+    with contextlib.suppress(KeyError), ampkit.session(model, opt_level="O2", verbosity=0) as yielded:
         assert yielded is model
-
-
-def test_session_closed_inside_its_block_is_closed_once():
-    model, optimizer = make_pair()
-    with ampkit.session(model, optimizer, "O1", verbosity=0):
+        if leaves == "by an error":
+            raise KeyError
         ampkit.current_session().close()
         ampkit.close()
     assert ampkit.current_session() is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 # Wrappers on the optimizer, and dtypes and devices that others change
 
 
-@pytest.mark.parametrize("level", ("O1", "O2"))
-def test_step_is_a_bound_method_of_the_optimizer(level):
-    model, optimizer = make_pair()
-    plain = optimizer.step
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert optimizer.step.__self__ is optimizer and optimizer.step.__func__ is not plain.__func__
-    assert optimizer.step.__name__ == "step"
-
-
 def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized_pair()
     wrapped_step, calls = optimizer.step, []
 
     def on_top(*args, **kwargs):
@@ -554,13 +502,12 @@ def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
     assert optimizer.step is on_top and "zero_grad" not in vars(optimizer)
     before = model[0].weight.detach().clone()
     momentum = optimizer.state[model[0].weight]["momentum_buffer"].clone()
-    gradient = torch.full_like(before, 0.5)
     model.zero_grad()
-    model[0].weight.grad = gradient.clone()
+    model[0].weight.grad = torch.full_like(before, 0.5)
     optimizer.step()
     assert len(calls) == 2
     # SGD by hand: momentum 0.9, lr 0.1
-    assert torch.allclose(model[0].weight, before - 0.1 * (0.9 * momentum + gradient), atol=1e-6)
+    assert torch.allclose(model[0].weight, before - 0.1 * (0.9 * momentum + 0.5), atol=1e-6)
 
 
 CHANGES = [
@@ -572,20 +519,16 @@ DTYPES = {"half": torch.float16, "double": torch.float64, "bfloat16": torch.bflo
 
 @pytest.mark.parametrize("level, change, part", CHANGES)
 def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part):
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized_pair(level)
     shrink_output(model, optimizer)
     getattr(model.get_submodule(part), change)()
-    with pytest.raises(ampkit.ConfigurationError) as caught:
+    words = rf"'{part or 0}.weight' is {DTYPES[change]}.*Do not change the dtype"
+    with pytest.raises(ampkit.ConfigurationError, match=words):
         model(torch.ones(1, 4))
-    assert f"'{part or 0}.weight' is {DTYPES[change]}" in str(caught.value) and "Do not change the dtype" in str(
-        caught.value
-    )
 
 
 def test_to_the_same_device_keeps_masters_and_casts():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized_pair()
     masters = list(ampkit.master_params(optimizer))
     assert model.to("cpu") is model
     shrink_output(model, optimizer)
@@ -595,40 +538,38 @@ def test_to_the_same_device_keeps_masters_and_casts():
 
 @pytest.mark.cuda
 def test_to_another_device_takes_masters_along():
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
+    model, optimizer = initialized_pair(STORED_BF16)
     shrink_output(model, optimizer)
     model.cuda()
     assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}
 
 
 def test_scheduler_made_after_each_initialize_warns_of_nothing():
-    model, optimizer = make_pair()
+    pair = make_pair()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            shrink_output(model, optimizer)
+            ampkit.initialize(*pair, opt_level="O2", verbosity=0)
+            scheduler = torch.optim.lr_scheduler.StepLR(pair[1], 1)
+            shrink_output(*pair)
             scheduler.step()
 
 
+class Plain:
+    """An optimizer that does not define what its copy takes along, as torch's do: it shares everything with the copy."""
+
+    def __init__(self, params):
+        self.param_groups, self.state = [{"params": list(params)}], {}
+
+    def step(self):
+        pass
+
+    zero_grad = step
+
+
 def test_a_copy_of_an_optimizer_was_not_initialized():
-    """An optimizer that does not define what its copy takes along, as torch's do, shares everything with the copy."""
-
-    class Plain:
-        def __init__(self, params):
-            self.param_groups, self.state = [{"params": list(params)}], {}
-
-        def step(self):
-            pass
-
-        def zero_grad(self):
-            pass
-
     model = nn.Linear(2, 2)
-    optimizer = Plain(model.parameters())
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = ampkit.initialize(model, Plain(model.parameters()), opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.NotInitializedError, match="not passed to initialize"):
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
 
@@ -641,8 +582,7 @@ def test_a_model_that_is_gone_leaves_no_memory(reads):
     """Float32 parameters that were made and dropped keep nothing alive, without a forward or a step after them."""
     gone = []
     for _ in range(3):
-        model, optimizer = make_pair()
-        ampkit.initialize(model, optimizer, verbosity=0, **at(STORED_BF16))
+        model, optimizer = initialized_pair(STORED_BF16)
         shrink_output(model, optimizer, times=2)
         for _ in range(reads):
             sum(param.norm() for param in ampkit.master_params(optimizer))
@@ -652,25 +592,16 @@ def test_a_model_that_is_gone_leaves_no_memory(reads):
     assert [ref() for ref in gone] == [None] * 3
 
 
-def taken_out(model):
-    layer, model[0] = model[0], nn.Identity()
-    return layer
-
-
-def outlives(model):
-    return model[0]
-
-
-@pytest.mark.parametrize("take", (taken_out, outlives))
+@pytest.mark.parametrize("is_taken_out", (True, False))
 @pytest.mark.parametrize("after", ("O1", "O2", "O5"))
-def test_a_layer_that_outlives_its_model_is_float32_with_its_values(take, after):
+def test_a_layer_that_outlives_its_model_is_float32_with_its_values(is_taken_out, after):
     model, optimizer = make_pair()
-    values = model[0].weight.detach().clone()
+    values, layer = model[0].weight.detach().clone(), model[0]
     optimizer.param_groups[0]["lr"] = 0.0
     ampkit.initialize(model, optimizer, verbosity=0, **at(STORED_BF16))
     shrink_output(model, optimizer)
-    layer = take(model)
-    if take is taken_out:
+    if is_taken_out:
+        model[0] = nn.Identity()
         ampkit.close()
     del model, optimizer
     gc.collect()
