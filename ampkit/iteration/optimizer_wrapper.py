@@ -320,7 +320,7 @@ class OptimizerWrapper:
         self.gradients.clip_is_used = True
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
-        if self.findings.scaler is None and self.owner.statistics.are_there:  # through no block, which has checked
+        if self.owner.statistics.are_there:
             self.owner.statistics.keep_finite()
         if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()

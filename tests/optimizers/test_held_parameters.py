@@ -93,6 +93,57 @@ def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(ma
     assert moved == [set(before), {"3.weight", "3.bias"}, set(before)]
 
 
+class Sum(nn.Module):
+    """Two weights whose gradients are 1/4 each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self):
+        x = torch.full((1, 1), 0.25)
+        return (self.first(x) + self.second(x)).float().sum()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_weights_that_a_script_takes_out_are_the_optimizers_no_more(make, level):
+    """Their gradients are unscaled, and left alone by its zero_grad(), norm, clipping and check."""
+    model, other = Sum(), nn.Parameter(torch.zeros(1))
+    first, second = make(model.parameters(), lr=0.0), make([other], lr=1.0)
+    ampkit.initialize(model, [first, second], opt_level=level, loss_scale="dynamic", verbosity=0)
+    weights = [model.first.weight, model.second.weight]
+    first.param_groups[0]["params"], second.param_groups[0]["params"] = weights[:1], weights[1:]
+    before = model.state_dict()["second.weight"].item()
+    for passes in range(1, 5):  # the first steps at each, the second after four
+        backward(model(), [first, second])
+        assert ampkit.clip_grad_norm_(first, 1.0) == 0.25
+        first.step()
+        first.zero_grad()
+        assert not weights[0].grad and weights[1].grad == passes / 4
+    second.step()
+    assert model.state_dict()["second.weight"].item() == pytest.approx(before - 1.0, abs=1e-6)
+    weights[1].grad = torch.full_like(weights[1], float("inf"))
+    backward(model(), first)
+    first.step()
+    assert not ampkit.step_was_skipped(first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_zero_grad_clears_a_group_that_is_back(level):
+    model = Sum()
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in (model.first, model.second)], lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    group = optimizer.param_groups.pop()
+    for passes in range(1, 3):
+        optimizer.zero_grad()
+        backward(model(), optimizer)
+        assert (model.first.weight.grad, model.second.weight.grad) == (0.25, passes / 4)
+    optimizer.param_groups.append(group)
+    optimizer.zero_grad()
+    assert model.second.weight.grad is None
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_as_many_other_weights_put_into_a_group_train_in_their_place(make, level):

@@ -153,6 +153,30 @@ def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     assert all(value.isfinite().all() for value in float32_values(model).values())
 
 
+@pytest.mark.parametrize("moment", ["before the parts run", "before the step"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, FusedSGD])
+def test_assigned_float32_values_that_no_forward_of_the_model_meets_count(make, moment):
+    """A line search restores weights between backward and step; the parts of a container are called alone."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Identity())
+    plain, x = nn.Linear(3, 2, bias=False), torch.ones(1, 3)
+    values = torch.tensor([[0.1, 0.2, 0.3], [1.1, 1.2, 1.3]])
+    model, optimizer = initialize_quietly(model, lambda params: make(params, lr=0.25), "O2")
+    plain_optimizer = (torch.optim.RMSprop if make is torch.optim.RMSprop else torch.optim.SGD)(
+        plain.parameters(), lr=0.25
+    )
+    plain.weight.data = values.clone()
+    plain(x).sum().backward()
+    plain_optimizer.step()
+    if moment == "before the parts run":
+        model[0].weight.data = values.clone()
+    backward(model[0](x).float().sum(), optimizer)
+    if moment == "before the step":
+        model[0].weight.data = values.clone()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["0.weight"], plain.weight.detach(), rtol=0, atol=1e-6)
+    assert model[0].weight.dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_infinities_and_nans_that_are_written_are_that(setting, value):

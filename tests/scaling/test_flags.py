@@ -90,6 +90,11 @@ def gradient(model):
 # Changes of gradients by a script, between block and step
 
 
+def assign(model, gradient_of):
+    for param in model.parameters():
+        param.grad = gradient_of(param)
+
+
 def repair(params):
     for param in params:
         param.grad.nan_to_num_(0.0, 0.0, 0.0)
@@ -137,6 +142,7 @@ CLEARS = {
     "by the model": lambda model, optimizer: model.zero_grad(),
     "by the model in place": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "by hand": lambda model, optimizer: [setattr(param, "grad", None) for param in model.parameters()],
+    "by other zeros": lambda model, optimizer: assign(model, lambda param: torch.zeros_like(param)),
 }
 
 
@@ -149,6 +155,41 @@ def test_cleared_gradients_take_their_overflow_along(level, scale, way):
     go(model, optimizer, 2.0)
     optimizer.step()
     assert value(model) == -2.0 and not ampkit.step_was_skipped(optimizer)
+
+
+@each_level_once
+def test_only_the_first_layers_gradients_overflow_and_the_script_drops_them(level, scale):
+    model, optimizer = made(level, scale)
+    backward((BAD * model.first(X).float() + 2.0 * model.second(X).float()).sum(), optimizer)
+    model.first.weight.grad = None
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+    assert model.first.weight.eq(0.0).all() and model.second.weight.eq(-2.0).all()
+
+
+# Gradients that are not finite when a block adds to them
+STOOD_THERE = {
+    "assigned": lambda model, optimizer: assign(model, lambda param: torch.full_like(param, BAD)),
+    "of a pass outside of blocks": lambda model, optimizer: loss_of(model, BAD).backward(),
+    "written after a block": lambda model, optimizer: (
+        go(model, optimizer, 1.0),
+        model.second.weight.grad.fill_(math.nan),
+    ),
+    "sums in the place of a block's": lambda model, optimizer: (
+        go(model, optimizer, BAD),
+        assign(model, lambda param: param.grad + 1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STOOD_THERE)
+@each_level_once
+def test_a_step_looks_at_what_stood_there_before_its_block(level, scale, way):
+    model, optimizer = made(level, scale)
+    STOOD_THERE[way](model, optimizer)
+    go(model, optimizer, 2.0)
+    optimizer.step()
+    assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
 
 
 @each_case

@@ -314,6 +314,47 @@ def test_statistics_stay_finite_without_any_block(level, name):
     assert not model[1].running_mean.eq(0).any()
 
 
+class TwoParts(nn.Module):
+    """An encoder and a head, which a script may call one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+PARTS = {
+    "parts": lambda model, x: model.head(model.encoder(x)),
+    "a method": lambda model, x: model.head(model.encode(x)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, "dynamic"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("call", PARTS)
+def test_parts_and_methods_that_a_script_calls_without_their_model(call, level, scale):
+    model, optimizer = initialize_quietly(TwoParts(), OPTIMIZERS["FusedSGD"], level, loss_scale=scale)
+    x, before = torch.arange(12.0).reshape(3, 4), buffers_of(model)
+    for batch, blocks in ((x * math.inf, True), (x, True), *([(x * math.inf, False)] * (scale == 1.0))):
+        optimizer.zero_grad()
+        loss = PARTS[call](model, batch).float().square().mean()
+        if blocks:
+            backward(loss, optimizer)
+        else:
+            loss.backward()
+        assert_finite(model) if blocks else None
+        optimizer.step()
+        assert_finite(model)
+        moved = not torch.equal(model.encoder[1].running_mean, before["encoder.1.running_mean"])
+        assert moved == (batch is x or not blocks)
+
+
 class TwoNorms(nn.Module):
     def __init__(self):
         super().__init__()
