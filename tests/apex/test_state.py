@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import types
 import weakref
 
 import pytest
@@ -11,6 +12,8 @@ from loops import backward, iterate, scaler
 from torch import nn
 
 import ampkit
+from ampkit.apex.amp import compat, rnn_compat, utils, wrap
+from ampkit.apex.amp._initialize import applier, to_type
 from ampkit.apex.amp.frontend import O1, Properties, opt_levels
 from ampkit.apex.amp.scaler import LossScaler
 from ampkit.optimizers import FusedSGD
@@ -133,6 +136,42 @@ def test_the_overflow_line_is_printed_at_the_step(amp, capsys):
     amp._amp_state.verbosity = 0
     iterate(loss_of(model, float("inf")), optimizer, loss_id=1)
     assert capsys.readouterr().out == ""
+
+
+def test_torchs_clipping_in_a_block_is_told_of_once_and_goes_on(amp, capsys):
+    """Scripts of Apex's have it: reported, and never refused."""
+    model, optimizer = initialized_by(amp, "O1", verbosity=1)
+    capsys.readouterr()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("inside the scale_loss block") == 1
+
+
+@pytest.mark.parametrize(("level", "scale", "told"), [("O1", 128.0, 1), ("O2", 1.0, 0)])
+@pytest.mark.parametrize("of", ["parameter", "input", "result"])
+def test_a_gradient_without_an_optimizer_stays_scaled_and_is_told_of_once(amp, of, level, scale, told, caplog):
+    """Apex left such a gradient alone, and scripts divide it by hand: by 1 there is nothing to tell."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    trained = model[1] if of == "parameter" else model
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    leaf = model[0].bias if of == "parameter" else x.requires_grad_()
+    if of == "result":
+        x = leaf = 1 * x
+        x.retain_grad()
+    for _ in range(3):
+        with amp.scale_loss(model(x).sum(), optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+    found = leaf.grad / scale / 3
+    exact = torch.autograd.grad(model[1](model[0](x)).sum(), [leaf])[0]
+    torch.testing.assert_close(found, exact, rtol=2e-2, atol=1e-3, check_dtype=False)
+    name = "Parameter '0.weight'" if of == "parameter" else "A tensor of shape (1, 2)"
+    assert caplog.text.count(f"{name} has a gradient, but no optimizer given to initialize() updates it") == told
 
 
 def test_verbosity_2_prints_casts(amp, capsys):
@@ -612,17 +651,12 @@ def test_nothing_is_left_alive(amp, level):
 
 
 def test_helpers_under_their_old_names(amp):
-    from apex.amp import compat, rnn_compat, utils, wrap
-    from apex.amp._initialize import applier, to_type
-
-    half = torch.ones(1).half()
+    half, handle = torch.ones(1).half(), amp.init()
     assert utils.maybe_float(half).dtype is torch.float32 and utils.maybe_half([half.float()])[0].dtype is HALF
     assert utils.type_string(half) == "HalfTensor" and utils.is_fp_tensor([half]) and not utils.is_fp_tensor([1])
-    assert to_type(HALF, torch.ones(1)).dtype is HALF
-    assert applier({"a": torch.ones(1)}, lambda x: x.half())["a"].dtype is HALF
+    assert to_type(HALF, torch.ones(1)).dtype is applier({"a": torch.ones(1)}, lambda x: x.half())["a"].dtype is HALF
     assert compat.is_tensor_like(half) and "lstm" in rnn_compat.RNN_NAMES
-    handle = amp.init()
-    namespace = type("Namespace", (), {"same": staticmethod(lambda x: x)})
+    namespace = types.SimpleNamespace(same=lambda x: x)
     wrap.cached_cast(namespace, "same", utils.maybe_half, handle)
     assert namespace.same(torch.ones(1)).dtype is HALF
     handle._deactivate()
