@@ -1,6 +1,13 @@
 """Iterations as scripts of Apex's write them."""
 
+import torch
+
 from ampkit.apex import amp
+
+
+def initialized(model, lr=0.1, **settings):
+    """The model and an SGD for it, as ``amp.initialize`` returns them."""
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), verbosity=0, **settings)
 
 
 def backward(loss, optimizers, **flags):

@@ -132,7 +132,7 @@ def test_l2norm_with_scaling_sets_the_flag(value, wanted, device):
 
 
 def stepped(cls, params, gradients, **settings):
-    """Where an optimizer of torch comes to in float64 with these gradients, a list for each step."""
+    """Parameters after steps of torch's optimizer in float64 with these gradients, a list for each step."""
     twins = [nn.Parameter(p.double().cpu()) for p in params]
     optimizer = cls(twins, **settings)
     for grads in gradients:

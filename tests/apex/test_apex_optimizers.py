@@ -63,9 +63,9 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
 def test_state_goes_between_apexs_layout_and_the_cores(name):
-    ours, settings = getattr(optimizers, name), FUSED_SETTINGS[name]
+    apex, settings = getattr(optimizers, name), FUSED_SETTINGS[name]
     params = several_params(torch.float32)
-    optimizer = ours(params, **settings)
+    optimizer = apex(params, **settings)
     take_steps(optimizer, params, range(2))
 
     def resumed(cls, state):
@@ -76,10 +76,10 @@ def test_state_goes_between_apexs_layout_and_the_cores(name):
         take_steps(other, again, range(2, 4))
         return again, handed_on
 
-    expected, state = resumed(ours, optimizer.state_dict())
-    for cls in (getattr(core, name), ours):
+    expected, state = resumed(apex, optimizer.state_dict())
+    for cls in (getattr(core, name), apex):
         there, handed_on = resumed(cls, saved_and_loaded(state))
-        back, _ = resumed(ours, handed_on)
+        back, _ = resumed(apex, handed_on)
         assert_all_close(there, expected, 1e-6)
         assert_all_close(back, expected, 1e-6)
 

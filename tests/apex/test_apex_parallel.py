@@ -172,15 +172,15 @@ def run_construction(rank, results):
 
 
 def run_lists(rank, results):
-    def one(*sizes):
+    def filled(*sizes):
         return [torch.full((size,), rank + 1.0) for size in sizes]
 
-    values = [*one(2), one(3)[0].half()]
+    values = [*filled(2), filled(3)[0].half()]
     parallel.Reducer(values).reduce()
     results["Reducer of a list"] = values
-    distributed.flat_dist_call(values := one(2, 1), dist.all_reduce)
+    distributed.flat_dist_call(values := filled(2, 1), dist.all_reduce)
     results["flat all_reduce"] = values
-    distributed.flat_dist_call(values := one(2), dist.broadcast, (0,))
+    distributed.flat_dist_call(values := filled(2), dist.broadcast, (0,))
     results["flat broadcast"] = values
 
 
@@ -306,12 +306,12 @@ LOSSES = [(name, "two losses of a forward pass") for name in SETTINGS if name !=
 def test_ddp_averages_gradients_with_every_setting(results, name, kind):
     heads = ("a", "b") if kind.startswith("another part") else BOTH
     wanted = gradients_over_ranks(2 if kind == "accumulated" else 1, heads, average=name != "summed")
-    for rank, found in enumerate(results):
+    for rank, gradients in enumerate(results):
         if kind == "local":
             model = TwoHeads().double()
             sum(model(batch_of_rank(rank).double())).backward()
             wanted = gradients_by_name(model)
-        assert_gradients_close(found[f"{name}/{kind}"], wanted)
+        assert_gradients_close(gradients[f"{name}/{kind}"], wanted)
 
 
 AVERAGED = (

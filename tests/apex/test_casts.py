@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import backward, initialized
 from torch import nn
 
 pytestmark = pytest.mark.switch
@@ -180,9 +181,8 @@ def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when)
     torch.manual_seed(0)
     model, x = WithLoss(), torch.randn(B, H)
     exact = model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handles = [amp.init()] if when == "before" else []
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(model, opt_level=level)
     amp.register_float_function(WithLoss, "loss")
     handles += [amp.init()] if when == "after" else []
     model.seen.clear()
@@ -191,8 +191,7 @@ def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when)
     assert model.seen == [FLOAT] and loss.dtype is FLOAT
     assert model.outputs[-1] is HALF
     torch.testing.assert_close(loss, exact, rtol=1e-2, atol=1e-3)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
     handles[0]._deactivate()
     model(x)

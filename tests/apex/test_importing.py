@@ -105,11 +105,11 @@ def another_apex(not_installed, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("module", NAMES)
 def test_names_are_found_where_scripts_import_them(module):
-    found = importlib.import_module(module)
-    assert sys.modules[module] is found
+    imported = importlib.import_module(module)
+    assert sys.modules[module] is imported
     if module != "apex":
-        assert found is importlib.import_module(f"ampkit.apex.{module.removeprefix('apex.')}")
-    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+        assert imported is importlib.import_module(f"ampkit.apex.{module.removeprefix('apex.')}")
+    assert [name for name in NAMES[module].split() if not hasattr(imported, name)] == []
 
 
 def test_star_imports_of_fp16_utils_bring_everything():

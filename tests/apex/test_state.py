@@ -584,22 +584,22 @@ def test_every_attribute_of_a_loss_scaler_can_be_set(amp):
 
 
 def test_a_loss_scaler_of_ones_own():
-    own = LossScaler("dynamic", init_scale=8.0, scale_window=2, min_loss_scale=2.0, max_loss_scale=16.0)
+    new = LossScaler("dynamic", init_scale=8.0, scale_window=2, min_loss_scale=2.0, max_loss_scale=16.0)
     grads, out = [torch.tensor([8.0, 16.0]).half()], [torch.zeros(2)]
 
     def judged(value=1.0):
-        own.clear_overflow_state()
-        own.unscale([grads[0] * value], out, own.loss_scale())
-        return own.update_scale()
+        new.clear_overflow_state()
+        new.unscale([grads[0] * value], out, new.loss_scale())
+        return new.update_scale()
 
-    assert not judged() and torch.equal(out[0], torch.tensor([1.0, 2.0])) and own._unskipped == 1
-    assert not judged() and own.loss_scale() == 16.0
-    assert [judged(float("inf")) for _ in range(5)] == [True] * 5 and own.loss_scale() == 2.0
+    assert not judged() and torch.equal(out[0], torch.tensor([1.0, 2.0])) and new._unskipped == 1
+    assert not judged() and new.loss_scale() == 16.0
+    assert [judged(float("inf")) for _ in range(5)] == [True] * 5 and new.loss_scale() == 2.0
     stashed = [torch.ones(2)]
-    own.unscale_with_stashed(grads, stashed, stashed)
+    new.unscale_with_stashed(grads, stashed, stashed)
     assert torch.equal(stashed[0], torch.tensor([5.0, 9.0]))
     assert LossScaler(128.0).loss_scale() == 128.0 and not LossScaler("64").dynamic
-    again = saved_and_loaded(own, weights_only=False)
+    again = saved_and_loaded(new, weights_only=False)
     assert again.loss_scale() == 2.0 and again._scale_seq_len == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import saved_and_loaded
-from loops import backward, iterate, scaler
+from loops import backward, initialized, iterate, scaler
 from torch import nn
 
 import ampkit
@@ -181,8 +181,8 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
 
     def prepare(model, optimizer):
         prepared = amp.initialize(model, optimizer, opt_level=level, num_losses=losses, verbosity=0)
-        for one in amp._amp_state.loss_scalers:
-            one._loss_scale = 128.0  # 2**16 is infinite in float16, in which the mean is computed at O1
+        for each in amp._amp_state.loss_scalers:
+            each._loss_scale = 128.0  # 2**16 is infinite in float16, in which the mean is computed at O1
         return prepared
 
     model, optimizer = prepare(*make())
@@ -195,8 +195,8 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
     pair = make()
     if amp_before_load:
         pair = prepare(*pair)
-    for one, state in zip(pair, saved):
-        one.load_state_dict(state)
+    for part, state in zip(pair, saved):
+        part.load_state_dict(state)
     if not amp_before_load:
         pair = prepare(*pair)
     for x in data[2:]:
@@ -208,9 +208,7 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
-    model = Convolutional()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=3, verbosity=0)
+    model, optimizer = initialized(Convolutional(), lr=1e-3, opt_level=level, num_losses=3)
     assert [scaler(index).loss_scale() for index in range(3)] == [65536.0] * 3
     for loss_id in (1, 2, 2):
         train_step(amp, model, optimizer, torch.randn(2, 3, 6, 6) * 2**17, [loss_id])
@@ -222,9 +220,7 @@ def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
 
 def test_negative_loss_ids_count_from_the_end(amp):
     """Apex indexed a list with loss ids."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=3, verbosity=0)
+    model, optimizer = initialized(nn.Linear(2, 1), opt_level="O2", num_losses=3)
     iterate(model(torch.ones(1, 2)).sum() / 64, optimizer, loss_id=-1)
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 0, 1]
 
@@ -232,9 +228,8 @@ def test_negative_loss_ids_count_from_the_end(amp):
 def test_initialize_again_and_again(amp):
     kept = []
     for level in ("O1", "O1", "O2", "O0", "O4", "O1", "O5", "O3"):  # without letting the former go
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kept.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
+        model, optimizer = initialized(nn.Linear(4, 4), opt_level=level)
+        kept.append((model, optimizer))
         iterate(model(torch.randn(2, 4)).float().sum(), optimizer)
         assert len(amp._amp_state.loss_scalers) == 1 and amp._amp_state.opt_properties.opt_level == level
     again = amp.initialize(*kept[-1], opt_level="O2", verbosity=0)  # the same ones
@@ -242,9 +237,7 @@ def test_initialize_again_and_again(amp):
 
 
 def test_optimizers_of_several_initialize_calls_share_a_loss(amp):
-    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
-    encoder, first = amp.initialize(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), verbosity=0)
-    decoder, second = amp.initialize(decoder, torch.optim.SGD(decoder.parameters(), lr=0.1), num_losses=2, verbosity=0)
+    (encoder, first), (decoder, second) = initialized(nn.Linear(4, 4)), initialized(nn.Linear(4, 1), num_losses=2)
     scaler(0)._loss_scale, scaler(1)._loss_scale = 8.0, 16.0
 
     def moved(x, *loss_ids):
@@ -264,8 +257,7 @@ def test_an_optimizer_wrapped_after_initialize_is_found(amp):
         def __init__(self, optimizer):
             self.optim = optimizer
 
-    model = nn.Linear(4, 1)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    model, optimizer = initialized(nn.Linear(4, 1))
     scaler()._loss_scale = 8.0
     backward(model(torch.ones(2, 4)).float().sum(), Wrapper(optimizer))
     assert torch.allclose(model.weight.grad, torch.full((1, 4), 2.0))
@@ -342,8 +334,7 @@ def test_an_attack_scales_its_loss_without_optimizers(amp, level):
     model, x, target = nn.Linear(4, 3), torch.randn(8, 4), torch.arange(8) % 3
     twin = nn.Linear(4, 3).double()  # which O1 does not cast
     twin.load_state_dict(model.state_dict())
-    optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, twin))
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=False)
+    plain, (model, optimizer) = torch.optim.SGD(twin.parameters(), lr=0.5), initialized(model, lr=0.5, opt_level=level)
     if level in ("O1", "O2"):
         scaler()._loss_scale = 128.0
     for _ in range(3):
