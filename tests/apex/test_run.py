@@ -113,21 +113,6 @@ def test_tracebacks_of_modules_begin_in_the_module(tmp_path):
     assert done.stderr.startswith("ModuleNotFoundError: No module named 'nowhere'")
 
 
-PICKLES = """
-import argparse, pickle, warnings, torch
-torch.save({"args": argparse.Namespace(lr=0.5)}, PATH)
-try:
-    lr = torch.load(PATH)["args"].lr
-except pickle.UnpicklingError:
-    lr = None
-try:
-    torch.load(PATH, weights_only=True)
-    asked_for = "everything"
-except pickle.UnpicklingError:
-    asked_for = "weights"
-"""
-
-
 def test_modules_and_packages_run_as_main_beside_their_siblings(tmp_path, monkeypatch):
     text = "import sys; from {} import x; name, argv = __name__, sys.argv[1:]"
     folder = tmp_path / "found_tool"
@@ -152,6 +137,21 @@ def test_modules_and_packages_run_as_main_beside_their_siblings(tmp_path, monkey
     monkeypatch.chdir("/")
     monkeypatch.delitem(sys.modules, "found_sibling", raising=False)
     assert running.execute(running.Run(str(tmp_path / "found_single.py"), around=AROUND_SCRIPTS), [])["x"] == 3
+
+
+PICKLES = """
+import argparse, pickle, warnings, torch
+torch.save({"args": argparse.Namespace(lr=0.5)}, PATH)
+try:
+    lr = torch.load(PATH)["args"].lr
+except pickle.UnpicklingError:
+    lr = None
+try:
+    torch.load(PATH, weights_only=True)
+    asked_for = "everything"
+except pickle.UnpicklingError:
+    asked_for = "weights"
+"""
 
 
 @pytest.mark.parametrize("allowed, lr", [(False, None), (True, 0.5)])
