@@ -1,16 +1,19 @@
-"""apex.fp16_utils: conversions, the loss scalers, and FP16_Optimizer with its checkpoints."""
+"""apex.fp16_utils and the FP16_Optimizers of three modules: conversions, loss scales, checkpoints, and what float32 learns."""
 
 import copy
+import math
 import pickle
 
 import pytest
 import torch
+from ampkit.apex.contrib import optimizers as contrib
 from ampkit.apex.fp16_utils import FP16_Optimizer, fp16_optimizer, fp16util, loss_scaler
 from helpers import assert_all_close, saved_and_loaded
 from torch import nn
 
 import ampkit
-from ampkit.apex import fp16_utils
+from ampkit.apex import fp16_utils, optimizers
+from ampkit.apex.amp.scaler import LossScaler
 
 HALF = torch.float16
 
@@ -26,10 +29,6 @@ class ConvWithNorms(nn.Module):
         return self.plain_bn(self.bn(self.conv(x)))
 
 
-def dtypes(module):
-    return {name.removeprefix("1."): value.dtype for name, value in module.state_dict().items()}
-
-
 KEPT = {
     "conv.weight": HALF,
     "bn.weight": torch.float32,
@@ -39,21 +38,25 @@ KEPT = {
 }
 
 
-def test_network_to_half_keeps_affine_batch_norms():
-    net = fp16_utils.network_to_half(ConvWithNorms())
-    assert isinstance(net[0], fp16_utils.tofp16) and "1.conv.weight" in net.state_dict()
-    assert dtypes(net).items() >= KEPT.items()
-    assert net(torch.randn(2, 2, 3, 3)).dtype is HALF
+CONVERSIONS = {
+    "network_to_half": (fp16_utils.network_to_half, "1."),
+    "convert_network": (lambda net: fp16_utils.convert_network(net, HALF), ""),
+    "FP16Model": (fp16_utils.FP16Model, "network."),
+}
 
 
-def test_convert_network_and_fp16model_keep_affine_batch_norms():
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_keep_affine_batch_norms(name):
+    convert, prefix = CONVERSIONS[name]
     net = ConvWithNorms()
     net.conv.weight.grad = torch.ones_like(net.conv.weight)
-    assert fp16_utils.convert_network(net, HALF) is net
-    assert dtypes(net).items() >= KEPT.items() and net.conv.weight.grad.dtype is HALF
-    model = fp16_utils.FP16Model(ConvWithNorms())
-    assert {n.removeprefix("network."): d for n, d in dtypes(model).items()}.items() >= KEPT.items()
-    assert model(torch.randn(2, 2, 3, 3)).dtype is HALF
+    converted = convert(net)
+    dtypes = {key.removeprefix(prefix): value.dtype for key, value in converted.state_dict().items()}
+    assert dtypes.items() >= KEPT.items() and net.conv.weight.grad.dtype is HALF
+    x = torch.randn(2, 2, 3, 3)
+    assert converted(x.half() if name == "convert_network" else x).dtype is HALF
+    assert name != "convert_network" or converted is net
+    assert name != "network_to_half" or isinstance(converted[0], fp16_utils.tofp16)
 
 
 def test_weights_of_recurrent_layers_are_one_chunk_again_after_their_cast(monkeypatch):
@@ -157,16 +160,24 @@ def loss_of(model, seed=0):
     return (model(x.to(model[0].weight.dtype)).float() - 1.0).square().mean()
 
 
-def take_fp16_steps(model, optimizer, steps):
+def take_fp16_steps(model, optimizer, steps, factor=1.0):
     for step in steps:
         optimizer.zero_grad()
-        optimizer.backward(loss_of(model, step))
+        optimizer.backward(loss_of(model, step) * factor)
         optimizer.step()
+
+
+def numbers(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def masters(optimizer):
+    return numbers(param for group in optimizer.param_groups for param in group["params"])
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=128.0), DYNAMIC], ids=str)
-def test_fp16_optimizer_follows_float32(settings, dtype):
+def test_fp16_optimizer_follows_float32_beside_norms_in_float32(settings, dtype):
     model, optimizer = make(dtype, **settings)
     twin = make(torch.float32)[0]
     reference = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
@@ -176,9 +187,9 @@ def test_fp16_optimizer_follows_float32(settings, dtype):
         reference.step()
     take_fp16_steps(model, optimizer, range(4))
     assert_all_close(model.parameters(), twin.parameters(), 1e-3 if dtype is HALF else 4e-3)  # they move by 0.03 to 0.8
-    masters = optimizer.fp32_from_fp16_groups[0]
-    assert all(m.dtype is torch.float32 for m in masters) and len(masters) == 4
-    assert all(torch.equal(p.detach(), m.detach().to(dtype)) for p, m in zip(optimizer.all_fp16_params, masters))
+    found = optimizer.fp32_from_fp16_groups[0]
+    assert all(m.dtype is torch.float32 for m in found) and len(found) == 4
+    assert all(torch.equal(p.detach(), m.detach().to(dtype)) for p, m in zip(optimizer.all_fp16_params, found))
 
 
 @pytest.mark.parametrize("settings", [dict(static_loss_scale=64.0), DYNAMIC], ids=str)
@@ -199,64 +210,142 @@ def test_backward_passes_add_up(settings, update_each_time):
         assert torch.allclose(mine, theirs, rtol=2e-2, atol=2e-3)
 
 
-def test_an_overflow_skips_the_step_and_says_so(capsys):
-    model, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=1024.0, scale_window=2))
+WINDOW = dict(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=1024.0, scale_window=2))
+REDUCED = "Gradient overflow.  Skipping step, reducing loss scale to 512.0"
+OVERFLOWS = [(WINDOW, (512.0, 1024.0), REDUCED), (dict(static_loss_scale=8.0), (8.0, 8.0), "the scale stays")]
+
+
+@pytest.mark.parametrize("settings, scales, told", OVERFLOWS, ids=["dynamic", "static"])
+def test_an_overflow_skips_the_step_and_says_so(settings, scales, told, capsys):
+    model, optimizer = make(**settings)
     optimizer.verbose = True
     before = copy.deepcopy(model.state_dict())
     optimizer.zero_grad()
     optimizer.backward(loss_of(model.eval()) * float("inf"))
-    assert optimizer.overflow and optimizer.loss_scale == 512.0
+    assert optimizer.overflow and optimizer.loss_scale == scales[0]
     assert optimizer.clip_master_grads(1.0) == -1
     assert optimizer.inspect_master_grad_data() is None
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
-    assert "Gradient overflow.  Skipping step, reducing loss scale to 512.0" in capsys.readouterr().out
+    assert told in capsys.readouterr().out
     take_fp16_steps(model, optimizer, range(2))
-    assert optimizer.loss_scale == 1024.0 and not optimizer.overflow
-
-
-def test_an_overflow_at_a_static_scale_skips_the_step():
-    model, optimizer = make(static_loss_scale=8.0)
-    before = copy.deepcopy(model.state_dict())
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model.eval()) * float("inf"))
-    optimizer.step()
-    assert optimizer.overflow and optimizer.loss_scale == 8.0
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert optimizer.loss_scale == scales[1] and not optimizer.overflow
 
 
 def test_masters_are_clipped():
     model, optimizer = make(static_loss_scale=32.0)
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
-    grads = torch.cat([g.reshape(-1) for group in optimizer.inspect_master_grad_data() for g in group])
-    norm = optimizer.clip_master_grads(0.01)
-    assert torch.allclose(norm, grads.norm())
-    clipped = torch.cat([g.reshape(-1) for group in optimizer.inspect_master_grad_data() for g in group])
-    assert torch.allclose(clipped.norm(), torch.tensor(0.01), rtol=1e-3)
+
+    def norm():
+        return numbers(g for group in optimizer.inspect_master_grad_data() for g in group).norm()
+
+    before = norm()
+    assert torch.allclose(optimizer.clip_master_grads(0.01), before)
+    assert torch.allclose(norm(), torch.tensor(0.01), rtol=1e-3)
+
+
+CLASSES = {"apex.fp16_utils": fp16_utils, "apex.optimizers": optimizers, "apex.contrib.optimizers": contrib}
+# The entries of a checkpoint; those of 2018 are followed by the name of their masters.
+KEYS = ("loss_scaler", "overflow", "first_closure_call_this_step", "fp32_from_fp16")
+KEYS_OF_2018 = {"apex.optimizers": "fp32_groups_flat", "apex.contrib.optimizers": "fp32_groups"}
+
+
+def begun(name, dtype=torch.bfloat16, wrapper=None, inner=None, **settings):
+    """A model of one dtype in two groups, as the FP16_Optimizers of 2018 need it, and the FP16_Optimizer of a module."""
+    model = make(dtype, norm=False)[0]
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 2e-2}]
+    inner = (inner or getattr(CLASSES[name], "FusedAdam", optimizers.FusedAdam))(groups, lr=1e-2, weight_decay=0.0)
+    return model, (wrapper or CLASSES[name].FP16_Optimizer)(inner, verbose=False, **settings)
+
+
+@pytest.mark.parametrize("inner", (None, torch.optim.AdamW, torch.optim.RMSprop))
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_masters_learn_what_float32_learns(name, inner):
+    model, optimizer = begun(name, inner=inner, static_loss_scale=64.0)
+    start, exact = (make(torch.float32, norm=False)[0] for _ in range(2))
+    groups = [{"params": exact[0].parameters()}, {"params": exact[1].parameters(), "lr": 2e-2}]
+    twin = (inner or torch.optim.AdamW)(groups, lr=1e-2, weight_decay=0.0)
+    for step in range(20):
+        twin.zero_grad()
+        loss_of(exact, step).backward()
+        twin.step()
+    take_fp16_steps(model, optimizer, range(20))
+    learned = numbers(exact.parameters()) - numbers(start.parameters())
+    assert (masters(optimizer) - numbers(exact.parameters())).norm() <= 0.05 * learned.norm()
+    stored = numbers(model.parameters())
+    assert stored.dtype is torch.bfloat16 and torch.equal(stored, masters(optimizer).bfloat16())
 
 
 @pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=64.0), DYNAMIC], ids=str)
-def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
-    model, optimizer = make(**settings)
-    take_fp16_steps(model, optimizer, range(3))
-    state = optimizer.state_dict()
-    assert set(state) == {
-        "loss_scaler",
-        "dynamic_loss_scale",
-        "overflow",
-        "first_closure_call_this_step",
-        "optimizer_state_dict",
-        "fp32_from_fp16",
-    }
-    loaded = saved_and_loaded({"model": model.state_dict(), "optimizer": state})
-    again, resumed = make(**settings)
-    again.load_state_dict(loaded["model"])
-    resumed.load_state_dict(loaded["optimizer"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(name, settings):
+    make_pair = (lambda: make(**settings)) if name == "apex.fp16_utils" else (lambda: begun(name, **settings))
+    model, optimizer = make_pair()
+    take_fp16_steps(model, optimizer, range(1))
+    if settings or name in KEYS_OF_2018:  # fp16_utils checks nothing at a scale of 1
+        take_fp16_steps(model, optimizer, range(1), math.inf)
+    take_fp16_steps(model, optimizer, range(1, 3))
+    state, keys = optimizer.state_dict(), set(KEYS)
+    if name in KEYS_OF_2018:
+        keys = {"cur_scale", "cur_iter", KEYS_OF_2018[name]}
+        keys |= {"last_overflow_iter", "scale_factor", "scale_window"} if settings is DYNAMIC else set()
+    assert set(state) == {"dynamic_loss_scale", "optimizer_state_dict"} | keys
+    loaded = saved_and_loaded([model.state_dict(), state])
+    again, resumed = make_pair()
+    again.load_state_dict(loaded[0])
+    resumed.load_state_dict(loaded[1])
     take_fp16_steps(model, optimizer, range(3, 6))
     take_fp16_steps(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-    assert resumed.loss_scale == optimizer.loss_scale
+    assert torch.equal(masters(optimizer), masters(resumed)) and resumed.loss_scale == optimizer.loss_scale
+
+
+@pytest.mark.parametrize("name, other", (list(KEYS_OF_2018), list(reversed(KEYS_OF_2018))))
+def test_a_checkpoint_of_another_layout_is_refused(name, other):
+    with pytest.raises(ampkit.CheckpointError, match=f"expected '{KEYS_OF_2018[name]}' of shapes"):
+        begun(name)[1].load_state_dict(begun(other)[1].state_dict())
+
+
+@pytest.mark.parametrize("name", KEYS_OF_2018)
+def test_the_scale_falls_with_an_overflow_and_grows_after_its_window(name):
+    args = {"init_scale": 8.0, "scale_window": 3}
+    model, optimizer = begun(name, dynamic_loss_scale=True, dynamic_loss_args=args)
+    seen, before = [], masters(optimizer).clone()
+    for factor in (math.inf, 1.0, 1.0, 1.0, 1.0):
+        take_fp16_steps(model, optimizer, [0], factor)
+        assert torch.equal(masters(optimizer), before) == (not seen)
+        seen.append((optimizer.cur_scale, optimizer.cur_iter, optimizer.last_overflow_iter))
+    assert seen == [(4.0, 1, 0), (4.0, 2, 0), (4.0, 3, 0), (8.0, 4, 0), (8.0, 5, 0)]
+    assert optimizer.loss_scale == 8.0 and (optimizer.scale_factor, optimizer.scale_window) == (2.0, 3)
+
+
+@pytest.mark.parametrize("name", KEYS_OF_2018)
+def test_a_subclass_decides_about_its_scale(name):
+    class Own(CLASSES[name].FP16_Optimizer):
+        def _update_scale(self, skip):
+            self.cur_scale = 3.0 if skip else 5.0
+
+    model, optimizer = begun(name, wrapper=Own)
+    for factor, scale in ((math.inf, 3.0), (1.0, 5.0)):
+        take_fp16_steps(model, optimizer, [0], factor)
+        assert optimizer.cur_scale == scale
+
+
+@pytest.mark.parametrize("name", KEYS_OF_2018)
+def test_several_dtypes_in_one_group_are_refused(name):
+    mixed = nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
+    with pytest.raises(TypeError, match="several dtypes in one group"):
+        CLASSES[name].FP16_Optimizer(torch.optim.SGD(mixed.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_optimizer_of_initialize_is_refused(name, level):
+    model = nn.Linear(2, 1)
+    _, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"prepared already.*scale_loss"):
+        CLASSES[name].FP16_Optimizer(optimizer, verbose=False)
 
 
 class OldScaler:
@@ -266,28 +355,27 @@ class OldScaler:
         self.__dict__.update(attributes)
 
 
+def amps_scaler():
+    scaler = LossScaler("dynamic")
+    scaler._loss_scale, scaler._unskipped = 128.0, 7
+    return scaler
+
+
 @pytest.mark.parametrize(
-    "scaler, scale",
-    [(OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0), (OldScaler(cur_scale=256.0), 256.0)],
+    "scaler, scale, clean",
+    [
+        (OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0, 7),
+        (OldScaler(cur_scale=256.0), 256.0, 0),
+        (amps_scaler(), 128.0, 7),
+    ],
 )
-def test_checkpoints_with_a_pickled_scaler_load(scaler, scale):
+def test_checkpoints_with_a_pickled_scaler_load(scaler, scale, clean):
     _, optimizer = make(dynamic_loss_scale=True)
     state = optimizer.state_dict() | {"loss_scaler": scaler}
     with pytest.raises(pickle.UnpicklingError):
         saved_and_loaded(state)
     optimizer.load_state_dict(saved_and_loaded(state, weights_only=False))
-    assert optimizer.loss_scale == scale
-
-
-def test_checkpoints_with_amps_scaler_load():
-    from ampkit.apex.amp.scaler import LossScaler
-
-    _, optimizer = make(dynamic_loss_scale=True)
-    scaler = LossScaler("dynamic")
-    scaler._loss_scale, scaler._unskipped = 128.0, 5
-    state = optimizer.state_dict() | {"loss_scaler": scaler}
-    optimizer.load_state_dict(saved_and_loaded(state, weights_only=False))
-    assert (optimizer.loss_scale, optimizer.loss_scaler._unskipped) == (128.0, 5)
+    assert (optimizer.loss_scale, optimizer.loss_scaler._unskipped) == (scale, clean)
 
 
 def test_checkpoints_that_cannot_be_right_say_so():
@@ -359,12 +447,3 @@ def test_fp16_optimizer_passes_on_what_an_optimizer_has(capsys):
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(TypeError, match="init_scales"):
         FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args={"init_scales": 2.0}, verbose=False)
-
-
-def test_an_optimizer_of_initialize_is_refused():
-    model = nn.Linear(2, 1)
-    model, optimizer = ampkit.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0
-    )
-    with pytest.raises(RuntimeError, match="scale_loss"):
-        FP16_Optimizer(optimizer, verbose=False)

@@ -1,10 +1,10 @@
 """apex.normalization: values of float64 arithmetic, dtypes as Apex had them, and O1."""
 
 import copy
-import itertools
 
 import pytest
 import torch
+from helpers import iterate
 from torch import nn
 
 import ampkit
@@ -35,23 +35,17 @@ def by_hand(x, weight, bias, dims, eps, rms):
 @pytest.mark.parametrize("name, parameters", NAMES)
 def test_norms_by_hand_in_every_mix_of_dtypes(name, shape, parameters, dtype, device):
     mixed, rms = name.startswith("Mixed"), "RMS" in name
-    norm = getattr(normalization, name)(shape, **({} if mixed else dict(elementwise_affine=parameters is not None))).to(
-        device
-    )
-    if parameters is not None:
-        norm.to(parameters)
-        with torch.no_grad():
-            for p in norm.parameters():
-                p.normal_()
+    settings = {} if mixed else dict(elementwise_affine=parameters is not None)
+    norm = getattr(normalization, name)(shape, **settings).to(device, parameters)
+    for p in norm.parameters():
+        nn.init.normal_(p)
     x = torch.randn(4, 3, 6, device=device).to(dtype).requires_grad_()
     output = norm(x)
     assert output.dtype is (parameters if mixed else dtype)
     twin = x.detach().double().requires_grad_()
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     wanted = by_hand(twin, weight, bias, tuple(range(-len(shape), 0)), norm.eps, rms)
-    tolerance = (
-        2e-2 if torch.bfloat16 in (dtype, parameters) else 3e-3 if torch.float16 in (dtype, parameters) else 1e-5
-    )
+    tolerance = max({torch.bfloat16: 2e-2, torch.float16: 3e-3}.get(one, 1e-5) for one in (dtype, parameters))
     assert torch.allclose(output.double(), wanted, atol=tolerance * 4, rtol=tolerance)
     output.double().sin().sum().backward()
     wanted.sin().sum().backward()
@@ -59,28 +53,26 @@ def test_norms_by_hand_in_every_mix_of_dtypes(name, shape, parameters, dtype, de
     assert torch.allclose(x.grad.double(), twin.grad, atol=tolerance * 8, rtol=tolerance * 2)
 
 
-def test_functional_forms_are_the_modules_with_an_eps_of_1e_6():
+#: Calls with the weight and the bias, and whether these are used, whether it is a layer norm, and the dtype that comes out.
+FUNCTIONS = {
+    "fused_layer_norm_affine": (lambda f, x, w, b: f(x, w, b, (4,)), True, True, torch.float16),
+    "mixed_dtype_fused_layer_norm_affine": (lambda f, x, w, b: f(x, w, b, (4,)), True, True, torch.float32),
+    "fused_layer_norm": (lambda f, x, w, b: f(x, 4), False, True, torch.float16),
+    "fused_rms_norm_affine": (lambda f, x, w, b: f(x, w, (4,)), True, False, torch.float16),
+    "mixed_dtype_fused_rms_norm_affine": (lambda f, x, w, b: f(x, w, 4), True, False, torch.float32),
+    "fused_rms_norm": (lambda f, x, w, b: f(x, (4,)), False, False, torch.float16),
+    "manual_rms_norm": (lambda f, x, w, b: f(x, (4,), w.half(), 1e-6), True, False, torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functional_forms_are_the_modules_with_an_eps_of_1e_6(name):
+    call, affine, centres, dtype = FUNCTIONS[name]
     x, weight, bias = torch.randn(2, 4).half(), torch.randn(4), torch.randn(4)
-    wanted = by_hand(x, weight, bias, (-1,), 1e-6, False)
-    for output, dtype, value in (
-        (functional.fused_layer_norm_affine(x, weight, bias, (4,)), torch.float16, wanted),
-        (functional.mixed_dtype_fused_layer_norm_affine(x, weight, bias, (4,)), torch.float32, wanted),
-        (functional.fused_layer_norm(x, 4), torch.float16, by_hand(x, None, None, (-1,), 1e-6, False)),
-        (functional.fused_rms_norm_affine(x, weight, (4,)), torch.float16, by_hand(x, weight, None, (-1,), 1e-6, True)),
-        (
-            functional.mixed_dtype_fused_rms_norm_affine(x, weight, 4),
-            torch.float32,
-            by_hand(x, weight, None, (-1,), 1e-6, True),
-        ),
-        (functional.fused_rms_norm(x, (4,)), torch.float16, by_hand(x, None, None, (-1,), 1e-6, True)),
-        (
-            functional.manual_rms_norm(x, (4,), weight.half(), 1e-6),
-            torch.float16,
-            by_hand(x, weight, None, (-1,), 1e-6, True),
-        ),
-    ):
-        assert output.dtype is dtype
-        assert torch.allclose(output.double(), value, atol=1e-2)
+    output = call(getattr(functional, name), x, weight, bias)
+    wanted = by_hand(x, weight if affine else None, bias if affine and centres else None, (-1,), 1e-6, not centres)
+    assert output.dtype is dtype
+    assert torch.allclose(output.double(), wanted, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["MixedFusedLayerNorm", "MixedFusedRMSNorm"])
@@ -116,28 +108,19 @@ def test_float32_activations_stay_float32_at_o1(amp, name, tolerance):
     assert getattr(functional, name)(low, (4,), 1e-5).dtype is low.dtype is torch.float16
 
 
-@pytest.mark.parametrize(
-    "level, name",
-    list(
-        itertools.product(
-            ["O0", "O1", "O2", "O3", "O4", "O5"], ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"]
-        )
-    ),
-)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"])
 @pytest.mark.parametrize("policy", ["default", "apex"])
 def test_norms_train_at_every_level(level, name, policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), getattr(normalization, name)(8), nn.Linear(8, 1))
-    twin = copy.deepcopy(model).double()
+    twin, before = copy.deepcopy(model).double(), copy.deepcopy(model)
     x, y = torch.randn(16, 4), torch.randn(16, 1)
     (twin(x.double()) - y).square().mean().backward()
-    before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, policy=policy, verbosity=0)
-    with ampkit.scale_loss((model(x).float() - y).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    for start, p, exact in zip(before, model.state_dict().values(), twin.parameters(), strict=True):
+    iterate(lambda: (model(x).float() - y).square().mean(), optimizer)
+    for start, p, exact in zip(before.parameters(), model.state_dict().values(), twin.parameters(), strict=True):
         wanted = -0.1 * exact.grad
         # O3's weights are bfloat16 themselves: half a unit in the last place at the start, and one at the step.
         rounding = 2 * 2**-9 * start.norm() if level == "O3" else 0.0

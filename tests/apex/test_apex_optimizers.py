@@ -1,6 +1,6 @@
 """apex.optimizers: the core's fused optimizers, with Apex's layout of their state, its arguments and its words."""
 
-import copy
+import inspect
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from helpers import (
     FUSED_SETTINGS,
     assert_all_close,
+    backward,
     drawn_gradients,
     params_after_handing_on,
     saved_and_loaded,
@@ -62,34 +63,39 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
 def test_state_goes_between_apexs_layout_and_the_cores(name):
+    apex, settings = getattr(optimizers, name), FUSED_SETTINGS[name]
     params = several_params(torch.float32)
-    apex = getattr(optimizers, name)(params, **FUSED_SETTINGS[name])
-    take_steps(apex, params, range(2))
-    for cls in (getattr(core, name), getattr(optimizers, name)):
+    optimizer = apex(params, **settings)
+    take_steps(optimizer, params, range(2))
+
+    def resumed(cls, state):
         again = [nn.Parameter(p.detach().clone()) for p in params]
-        other = cls(again, **FUSED_SETTINGS[name])
-        other.load_state_dict(saved_and_loaded(apex.state_dict()))
-        back = getattr(optimizers, name)(
-            twin := [nn.Parameter(p.detach().clone()) for p in params], **FUSED_SETTINGS[name]
-        )
-        back.load_state_dict(saved_and_loaded(other.state_dict()))
-        expected = copy.deepcopy(params)
-        continued = getattr(optimizers, name)(expected, **FUSED_SETTINGS[name])
-        continued.load_state_dict(apex.state_dict())
-        for one, tensors in ((other, again), (back, twin), (continued, expected)):
-            take_steps(one, tensors, range(2, 4))
-        assert_all_close(again, expected, 1e-6)
-        assert_all_close(twin, expected, 1e-6)
+        other = cls(again, **settings)
+        other.load_state_dict(state)
+        handed_on = saved_and_loaded(other.state_dict())
+        take_steps(other, again, range(2, 4))
+        return again, handed_on
+
+    expected, state = resumed(apex, optimizer.state_dict())
+    for cls in (getattr(core, name), apex):
+        there, handed_on = resumed(cls, saved_and_loaded(state))
+        back, _ = resumed(apex, handed_on)
+        assert_all_close(there, expected, 1e-6)
+        assert_all_close(back, expected, 1e-6)
 
 
-def test_apexs_layout_of_fused_adam_has_the_step_in_the_group():
+LAYOUTS = {"FusedAdam": {"exp_avg", "exp_avg_sq"}, "FusedAdagrad": {"sum"}, "FusedNovoGrad": {"exp_avg"}}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_state_has_apexs_layout(name):
     params = several_params(torch.float16)
-    optimizer = optimizers.FusedAdam(params)
+    optimizer = getattr(optimizers, name)(params)
     take_steps(optimizer, params, range(3))
     state = optimizer.state_dict()
-    assert state["param_groups"][0]["step"] == 3
-    assert all(set(one) == {"exp_avg", "exp_avg_sq"} for one in state["state"].values())
-    assert all(tensor.dtype is torch.float32 for one in state["state"].values() for tensor in one.values())
+    assert name == "FusedAdagrad" or state["param_groups"][0]["step"] == 3
+    assert all(set(one) == LAYOUTS[name] for one in state["state"].values())
+    assert {tensor.dtype for one in state["state"].values() for tensor in one.values()} == {torch.float32}
 
 
 def test_apexs_layout_of_novograd_has_norms_in_the_group():
@@ -98,9 +104,7 @@ def test_apexs_layout_of_novograd_has_norms_in_the_group():
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    state = optimizer.state_dict()
-    assert [set(one) for one in state["state"].values()] == [{"exp_avg"}] * 3
-    half, full = state["param_groups"][0]["exp_avg_sq"]
+    half, full = optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]
     assert_all_close([half, full], [torch.tensor([2.0]).sqrt(), torch.tensor([3.0, 4.0]).sqrt()], 1e-6)
 
 
@@ -117,13 +121,6 @@ def test_norms_of_another_number_of_tensors_than_moments_are_refused():
         optimizer.load_state_dict(state)
     state["param_groups"][0]["exp_avg_sq"][1] = torch.zeros(0)  # as for float16 parameters, of which there are none
     optimizer.load_state_dict(state)
-
-
-def test_apexs_layout_of_adagrad_is_the_sum_alone():
-    params = several_params(torch.float32)
-    optimizer = optimizers.FusedAdagrad(params)
-    take_steps(optimizer, params, range(5))
-    assert all(set(one) == {"sum"} for one in optimizer.state_dict()["state"].values())
 
 
 # Arguments
@@ -171,17 +168,16 @@ def test_fused_sgd_at_o2_gives_unscaled_master_gradients_and_skips_an_overflow(m
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizers.FusedSGD(model.parameters(), lr=0.5, momentum=0.5, materialize_master_grads=materialize)
     model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-    before = next(ampkit.master_params(optimizer)).detach().clone()
+    before, x = next(ampkit.master_params(optimizer)).detach().clone(), torch.tensor([[1.0, 2.0]])
     for factor in (1.0, float("inf"), 1.0):
         optimizer.zero_grad()
-        with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum() * factor, optimizer) as scaled:
-            scaled.backward()
+        backward(model(x).sum() * factor, optimizer)
         if factor == 1.0:
-            assert torch.equal(next(ampkit.master_params(optimizer)).grad, torch.tensor([[1.0, 2.0]]))
+            assert torch.equal(next(ampkit.master_params(optimizer)).grad, x)
         optimizer.step()
     # Momenta 1 and 1.5 in units of the gradient: 0.5 * 2.5 altogether, the overflow between them skipped.
     after = next(ampkit.master_params(optimizer)).detach()
-    assert torch.allclose(after, before - 1.25 * torch.tensor([[1.0, 2.0]]))
+    assert torch.allclose(after, before - 1.25 * x)
     assert torch.equal(model.weight.detach(), after.to(model.weight.dtype))
 
 
@@ -219,19 +215,11 @@ class AsInFairseq(optimizers.FusedAdam):
 
 
 def test_a_subclass_steps_with_the_kernels_that_it_finds_on_itself():
-    params = several_params(torch.float32)
-    twins = [nn.Parameter(p.detach().double()) for p in params]
-    fused, reference = AsInFairseq(params, **ADAM), torch.optim.AdamW(twins, **ADAM)
-    for step in range(4):
-        for p, twin, gradient in zip(params, twins, drawn_gradients(step, params)):
-            p.grad, twin.grad = gradient, gradient.double()
-        fused.step()
-        reference.step()
-        if step == 1:
-            saved = saved_and_loaded(fused.state_dict())
-            fused = AsInFairseq(params, **ADAM)
-            fused.load_state_dict(saved)
+    make = lambda cls: lambda params: cls(params, **ADAM)  # noqa: E731
+    params, again = params_after_handing_on(torch.float32, make(AsInFairseq), make(AsInFairseq))
+    twins, _ = params_after_handing_on(torch.float64, make(torch.optim.AdamW), make(torch.optim.AdamW))
     assert_all_close(params, twins, 1e-6)
+    assert_all_close(again, twins, 1e-6)
 
 
 KERNELS = {
@@ -259,13 +247,10 @@ def test_optimizers_carry_their_kernels_and_one_flag(name):
 @pytest.mark.parametrize("cls", [optimizers.FusedAdam, contrib.FusedAdam])
 def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, caplog):
     """The BERT scripts of 2019: a float16 model, FusedAdam(max_grad_norm=1.0), and FP16_Optimizer around it."""
-    halves = [p.half() for p in several_params(torch.float32)]
-    params = [nn.Parameter(p.detach()) for p in halves]
+    params = several_params(torch.float16)
     twins = [nn.Parameter(p.detach().double()) for p in params]
-    settings = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
-    groups, twin_groups = (
-        [{"params": part, **decay} for part, decay in zip((them[:2], them[2:]), settings)] for them in (params, twins)
-    )
+    settings, parts = [{"weight_decay": 0.01}, {"weight_decay": 0.0}], (range(2), range(2, len(params)))
+    groups = [{"params": [params[i] for i in part], **decay} for part, decay in zip(parts, settings)]
     adam = cls(groups, lr=0.01, bias_correction=False, max_grad_norm=1.0)
     optimizer = wrapper.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
     caplog.set_level("WARNING", "ampkit")
@@ -276,17 +261,18 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, cap
         optimizer.zero_grad()
         optimizer.backward(loss)
         optimizer.step()
-        for group in twin_groups:  # Adam without bias correction, in float64, from gradients as float16 holds them
-            at = [index for index, twin in enumerate(twins) if any(twin is p for p in group["params"])]
-            in_float16 = [(drawn[i].float() * 64).half().double() / 64 for i in at]
+        for part, decay in zip(
+            parts, settings
+        ):  # Adam without bias correction, in float64, from gradients as float16 has them
+            in_float16 = [(drawn[i].float() * 64).half().double() / 64 for i in part]
             norm = torch.cat([g.reshape(-1) for g in in_float16]).norm()
-            for i, g in zip(at, in_float16):
+            for i, g in zip(part, in_float16):
                 g = g / max(1.0, float(norm) + 1e-6)
                 m, v = moments[i]
                 m.mul_(0.9).add_(0.1 * g)
                 v.mul_(0.999).add_(0.001 * g * g)
                 with torch.no_grad():
-                    twins[i] -= 0.01 * (m / (v.sqrt() + 1e-8) + group["weight_decay"] * twins[i])
+                    twins[i] -= 0.01 * (m / (v.sqrt() + 1e-8) + decay["weight_decay"] * twins[i])
     masters = [master.flatten() for group in optimizer.param_groups for master in group["params"]]
     assert_all_close([torch.cat(masters)], [torch.cat([twin.flatten() for twin in twins])], 1e-5)
     assert adam.param_groups[0]["max_grad_norm"] == 1.0
@@ -307,8 +293,7 @@ def test_max_grad_norm_without_the_wrapper_clips_nothing_and_says_so_once(caplog
 
 def test_contrib_adam_takes_scaled_gradients_and_writes_output_params():
     params = several_params(torch.float32)
-    twins = [nn.Parameter(p.detach().double()) for p in params]
-    outputs = [p.detach().half() for p in params]
+    twins, outputs = [nn.Parameter(p.detach().double()) for p in params], [p.detach().half() for p in params]
     optimizer, reference = contrib.FusedAdam(params, lr=0.01), torch.optim.AdamW(twins, lr=0.01, weight_decay=0.0)
     for step in range(3):
         found = drawn_gradients(step, params)
@@ -356,44 +341,30 @@ def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(ep
 # Arguments by position, in the order of Apex's documentation
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "names"),
-    [
-        (
-            "FusedAdam",
-            (0.1, False, (0.5, 0.6), 1e-4, False, 0.2, False, False, True, True),
-            "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable master_weights",
-        ),
-        (
-            "FusedSGD",
-            (0.1, 0.5, 0.0, 0.2, True, True, False, True),
-            "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads set_grad_none",
-        ),
-        (
-            "FusedSGD",
-            (0.1, 0.5, 0.0, 0.2, True, True, False),
-            "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads",
-        ),
-        (
-            "FusedLAMB",
-            (0.1, False, (0.5, 0.6), 1e-4, 0.2, False, False, False, False, 0.5, True),
-            "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none max_grad_norm use_nvlamb",
-        ),
-    ],
-)
-def test_arguments_by_position_are_those_by_name(name, arguments, names):
-    make = getattr(optimizers, name)
-    by_place, by_name = (
-        make(several_params(torch.float32), *arguments),
-        make(several_params(torch.float32), **dict(zip(names.split(), arguments, strict=True))),
-    )
-    for part in "defaults", "adam_w_mode", "set_grad_none", "master_weights", "materialize_master_grads", "use_nvlamb":
-        assert getattr(by_place, part, None) == getattr(by_name, part, None)
-    state = {**vars(by_place), **by_place.defaults}
-    assert all(
-        float(state[key]) == float(value)
-        for key, value in zip(names.split(), arguments)
-        if key != "betas" and key in state
-    )
+POSITIONS = {
+    "FusedAdam": (
+        "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable master_weights",
+        (0.1, False, (0.5, 0.6), 1e-4, False, 0.2, False, False, True, True),
+    ),
+    "FusedSGD": (
+        "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads set_grad_none",
+        (0.1, 0.5, 0.0, 0.2, True, True, False, True),
+    ),
+    "FusedLAMB": (
+        "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none max_grad_norm use_nvlamb",
+        (0.1, False, (0.5, 0.6), 1e-4, 0.2, False, False, False, False, 0.5, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_arguments_have_the_order_of_apexs_documentation(name):
+    cls, names, values = getattr(optimizers, name), *POSITIONS[name]
+    made = cls(several_params(torch.float32), *values)
+    found = {**vars(made), **made.defaults}
+    for key, value in zip(names.split(), values, strict=True):
+        if key in found:
+            assert torch.equal(*(torch.as_tensor(one, dtype=torch.float32) for one in (found[key], value))), key
+    assert list(inspect.signature(cls).parameters)[1 : len(values) + 1] == names.split()
     with pytest.raises(TypeError):
-        make(several_params(torch.float32), *arguments, *[None] * 4)
+        cls(several_params(torch.float32), *values, None)

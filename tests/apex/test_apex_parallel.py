@@ -1,6 +1,8 @@
 """apex.parallel on two gloo processes: gradients judged by float64 arithmetic over both ranks' batches."""
 
+import contextlib
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ from helpers import (
     TwoHeads,
     as_one_of_two_ranks,
     assert_gradients_close,
+    backward,
     batch_of_rank,
     gradients_by_name,
     gradients_over_ranks,
+    initialize_quietly,
     results_of_two_ranks,
 )
 from torch import nn
@@ -52,38 +56,33 @@ def wrapped(model, settings):
     return DDP(model, **settings)
 
 
+BOTH = ("ab", "ab")
+# Passes: whether each is local, the heads that either rank uses, and the number of its batch.
+PASSES = {
+    "one pass": [(False, BOTH, 0)],
+    "another part of the model on each rank": [(False, ("a", "b"), 0)],
+    "local": [(True, BOTH, 0)],
+    "accumulated": [(True, BOTH, 0), (False, BOTH, 1)],
+    "a head has only local gradients when another pass is reduced": [(True, ("a", "a"), 0), (False, ("b", "b"), 0)],
+}
+
+
 def run_settings(rank, results):
     for name, settings in SETTINGS.items():
-        ddp = wrapped(TwoHeads(), settings)
-        sum(ddp(batch_of_rank(rank))).backward()
-        results[f"one_pass/{name}"] = gradients_by_name(ddp.module)
-        results[f"buffers/{name}"] = [buffer.clone() for buffer in ddp.allreduce_buffers]
+        for kind, passes in PASSES.items():
+            ddp = wrapped(TwoHeads(), settings)
+            for local, heads, index in passes:
+                ddp.disable_allreduce() if local else ddp.enable_allreduce()
+                sum(ddp(batch_of_rank(rank, index), heads[rank])).backward()
+                assert not local or ddp.last_backward_was_local
+            results[f"{name}/{kind}"] = gradients_by_name(ddp.module)
+            results[f"{name}/{kind}, buffers"] = [buffer.clone() for buffer in ddp.allreduce_buffers]
 
-        ddp = wrapped(TwoHeads(), settings)  # two losses of one forward pass, each through parts of the model
+        ddp = wrapped(TwoHeads(), settings)  # each loss through parts of the model
         a, b = ddp(batch_of_rank(rank))
         a.backward(retain_graph=True)
         b.backward()
-        results[f"two_losses/{name}"] = gradients_by_name(ddp.module)
-
-        ddp = wrapped(TwoHeads(), settings)  # another part of the model on each rank
-        sum(ddp(batch_of_rank(rank), "ab"[rank])).backward()
-        results[f"different_heads/{name}"] = gradients_by_name(ddp.module)
-
-        ddp = wrapped(TwoHeads(), settings)
-        ddp.disable_allreduce()
-        sum(ddp(batch_of_rank(rank, 0))).backward()
-        results[f"local/{name}"] = gradients_by_name(ddp.module)
-        results[f"was_local/{name}"] = ddp.last_backward_was_local
-        ddp.enable_allreduce()
-        sum(ddp(batch_of_rank(rank, 1))).backward()
-        results[f"accumulated/{name}"] = gradients_by_name(ddp.module)
-
-        ddp = wrapped(TwoHeads(), settings)
-        ddp.disable_allreduce()
-        sum(ddp(batch_of_rank(rank), "a")).backward()  # head a has only local gradients ...
-        ddp.enable_allreduce()
-        sum(ddp(batch_of_rank(rank), "b")).backward()  # ... when another pass is reduced
-        results[f"local_head/{name}"] = gradients_by_name(ddp.module)
+        results[f"{name}/two losses of a forward pass"] = gradients_by_name(ddp.module)
 
 
 def run_large_gradients(rank, results):
@@ -106,21 +105,29 @@ class Checkpointed(nn.Module):
 
 
 def run_other_passes(rank, results):
+    def averaged(name, model, forward=None):
+        model.zero_grad()
+        sum((forward or model)(batch_of_rank(rank))).backward()
+        results[name] = gradients_by_name(getattr(model, "module", model))
+
     for reentrant in (False, True):
         ddp = DDP(Checkpointed(reentrant))
         ddp(batch_of_rank(rank).requires_grad_()).backward()
         results[f"checkpoint/{reentrant}"] = gradients_by_name(ddp.module)
 
+    averaged("a copy", copy.deepcopy(DDP(TwoHeads())))
     ddp = DDP(TwoHeads())
-    sum(ddp.module(batch_of_rank(rank))).backward()  # a first one without the wrapper's forward pass
-    results["without_a_forward_pass"] = gradients_by_name(ddp.module)
+    averaged("a first pass without the wrapper's forward", ddp, ddp.module)
     fails = ddp.module.trunk.weight.register_hook(lambda gradient: 1 / 0)  # when the heads have their gradients
     with pytest.raises(ZeroDivisionError):
         sum(ddp(batch_of_rank(rank))).backward()
     fails.remove()
-    ddp.zero_grad()
-    sum(ddp(batch_of_rank(rank))).backward()
-    results["after_a_failure"] = gradients_by_name(ddp.module)
+    averaged("a pass after one that failed", ddp)
+    ddp = DDP(TwoHeads())
+    ddp.module.trunk.requires_grad_(False)
+    averaged("frozen", ddp)
+    ddp.module.trunk.requires_grad_(True)
+    averaged("a pass after unfreezing", ddp)
 
     original = dist.all_reduce
     for size in BUCKETS:
@@ -131,71 +138,50 @@ def run_other_passes(rank, results):
         results[f"sums/{size}"] = len(sums)
     dist.all_reduce = original
 
+    model = TwoHeads(seed=rank)
+    reducer = parallel.Reducer(model)
+    sum(model(batch_of_rank(rank))).backward()
+    reducer.reduce()
+    results["a Reducer"] = gradients_by_name(model)
+
 
 def run_construction(rank, results):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(rank + 1)
-    ddp = DDP(model)
-    results["broadcast"] = {name: value.clone() for name, value in ddp.state_dict().items()}
+    results["broadcast"] = {name: value.clone() for name, value in DDP(model).state_dict().items()}
 
-    model = TwoHeads(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    ddp = DDP(model)
-    ddp(batch_of_rank(rank))
-    results["masters"] = [p.detach().clone() for p in ampkit.master_params(optimizer)]
-    results["weights_are_masters"] = all(
-        torch.equal(p.detach(), m.detach().to(p.dtype))
-        for p, m in zip(model.parameters(), ampkit.master_params(optimizer))
-    )
+    model, optimizer = initialize_quietly(TwoHeads(seed=rank), lambda p: torch.optim.SGD(p, lr=1.0), "O2")
+    DDP(model)(batch_of_rank(rank))
+    masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    results["masters"] = masters
+    results["weights_are_masters"] = all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters))
     ampkit.close()
 
-    errors = {}
-    for name, settings in {
-        "streams": dict(delay_allreduce=True, num_allreduce_streams=2),
-        "triggers": dict(delay_allreduce=True, allreduce_trigger_params=[]),
-    }.items():
-        try:
-            DDP(TwoHeads(), **settings)
-        except ValueError as error:
-            errors[name] = str(error)
-    try:
-        ampkit.initialize(DDP(TwoHeads()), verbosity=0)
-    except ampkit.ConfigurationError as error:
-        errors["initialize"] = str(error)
-    results["errors"] = errors
-
-    twin = copy.deepcopy(DDP(TwoHeads()))
-    sum(twin(batch_of_rank(rank))).backward()
-    results["copied"] = gradients_by_name(twin.module)
-
-    ddp = DDP(TwoHeads())
-    ddp.module.trunk.requires_grad_(False)
-    sum(ddp(batch_of_rank(rank))).backward()
-    frozen = gradients_by_name(ddp.module)
-    ddp.module.trunk.requires_grad_(True)
-    ddp.zero_grad()
-    sum(ddp(batch_of_rank(rank))).backward()
-    results["frozen"], results["unfrozen"] = frozen, gradients_by_name(ddp.module)
+    results["errors"] = []
+    for refused in (
+        lambda: DDP(TwoHeads(), delay_allreduce=True, num_allreduce_streams=2),
+        lambda: DDP(TwoHeads(), delay_allreduce=True, allreduce_trigger_params=[]),
+        lambda: ampkit.initialize(DDP(TwoHeads()), verbosity=0),
+        lambda: parallel.create_syncbn_process_group(4),
+    ):
+        with pytest.raises((ValueError, ampkit.ConfigurationError, AssertionError)) as error:
+            refused()
+        results["errors"].append(str(error.value))
 
 
-def run_reducer(rank, results):
-    model = TwoHeads(seed=rank)
-    reducer = parallel.Reducer(model)
-    sum(model(batch_of_rank(rank))).backward()
-    reducer.reduce()
-    results["reducer"] = gradients_by_name(model)
-    values = [torch.full((2,), float(rank)), torch.full((3,), float(rank)).half()]
+def run_lists(rank, results):
+    def filled(*sizes):
+        return [torch.full((size,), rank + 1.0) for size in sizes]
+
+    values = [*filled(2), filled(3)[0].half()]
     parallel.Reducer(values).reduce()
-    results["reducer_list"] = values
-    values = [torch.full((2,), float(rank)), torch.full((1,), rank + 2.0)]
-    distributed.flat_dist_call(values, dist.all_reduce)
-    results["flat_call"] = values
-    values = [torch.full((2,), rank + 1.0)]
-    distributed.flat_dist_call(values, dist.broadcast, (0,))
-    results["flat_broadcast"] = values
+    results["Reducer of a list"] = values
+    distributed.flat_dist_call(values := filled(2, 1), dist.all_reduce)
+    results["flat all_reduce"] = values
+    distributed.flat_dist_call(values := filled(2), dist.broadcast, (0,))
+    results["flat broadcast"] = values
 
 
 AMP = [
@@ -208,30 +194,22 @@ AMP = [
 def run_amp(rank, results):
     """Run two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
     for level, how in AMP:
-        model = TwoHeads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model, optimizer = initialize_quietly(TwoHeads(), lambda p: torch.optim.SGD(p, lr=1.0), level)
         ddp = DDP(model, delay_allreduce=level == "O5")
         before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
-        for index in range(2):
-            last = index == 1
-            if how == "two_losses" and not last:
-                with ddp.no_sync():
-                    for loss in ddp(batch_of_rank(rank, index)):
-                        with ampkit.scale_loss(loss, optimizer) as scaled:
-                            scaled.backward(retain_graph=True)
-                continue
-            if how == "no_sync" and not last:
-                with ddp.no_sync(), ampkit.scale_loss(sum(ddp(batch_of_rank(rank, index))), optimizer) as scaled:
-                    scaled.backward()
-                continue
+        for index, last in enumerate((False, True)):
+            toggle = ddp.enable_allreduce if last else ddp.disable_allreduce
             if how == "disabled":
-                ddp.enable_allreduce() if last else ddp.disable_allreduce()
-            loss = sum(ddp(batch_of_rank(rank, index)))
-            if how == "toggled":  # after the forward pass, as Apex allowed
-                ddp.enable_allreduce() if last else ddp.disable_allreduce()
-            with ampkit.scale_loss(loss, optimizer, delay_unscale=how == "delay_unscale" and not last) as scaled:
-                scaled.backward()
+                toggle()
+            local = how in ("no_sync", "two_losses") and not last
+            with ddp.no_sync() if local else contextlib.nullcontext():
+                losses = ddp(batch_of_rank(rank, index))
+                if how == "toggled":  # after the forward pass, as Apex allowed
+                    toggle()
+                for loss in losses if how == "two_losses" and not last else [sum(losses)]:
+                    delay = how == "delay_unscale" and not last
+                    with ampkit.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
+                        scaled.backward(retain_graph=how == "two_losses")
         optimizer.step()
         names = [name for name, _ in model.named_parameters()]
         moved = [a - b.detach() for a, b in zip(before, ampkit.master_params(optimizer))]
@@ -263,14 +241,11 @@ def run_gan(rank, results):
         output = d(real)
         fake = g(noise)
         output_fake = d(fake.detach())
-        with ampkit.scale_loss(output.square().mean(), opt_d, loss_id=0) as scaled:
-            scaled.backward()
-        with ampkit.scale_loss((output_fake - 1).square().mean(), opt_d, loss_id=1) as scaled:
-            scaled.backward()
+        backward(output.square().mean(), opt_d, loss_id=0)
+        backward((output_fake - 1).square().mean(), opt_d, loss_id=1)
         opt_d.step()
         opt_g.zero_grad()
-        with ampkit.scale_loss(d(fake).square().mean(), opt_g, loss_id=2) as scaled:
-            scaled.backward()
+        backward(d(fake).square().mean(), opt_g, loss_id=2)
         opt_g.step()
     results["gan"] = [p.detach().clone() for p in (*d.parameters(), *g.parameters())]
     ampkit.close()
@@ -297,10 +272,6 @@ def run_syncbn(rank, results):
     results["syncbn_alone"] = norm(x).detach()
     results["group_of_2"] = dist.get_world_size(parallel.create_syncbn_process_group(2))
     results["group_of_0"] = parallel.create_syncbn_process_group(0)
-    try:
-        parallel.create_syncbn_process_group(4)
-    except AssertionError as error:
-        results["group_of_4"] = str(error)
 
 
 def syncbn_inputs(case):
@@ -309,19 +280,15 @@ def syncbn_inputs(case):
     return torch.randn(shape, generator=generator) * 2 + 5, torch.randn(shape, generator=generator)
 
 
+RUNS = (
+    *(run_settings, run_large_gradients, run_other_passes, run_construction, run_lists, run_amp),
+    *(run_gan, run_syncbn),
+)
+
+
 def work(rank):
     results = {}
-    runs = (
-        run_settings,
-        run_large_gradients,
-        run_other_passes,
-        run_construction,
-        run_reducer,
-        run_amp,
-        run_gan,
-        run_syncbn,
-    )
-    for run in runs:
+    for run in RUNS:
         run(rank, results)
     return results
 
@@ -331,28 +298,47 @@ def results(tmp_path_factory):
     return results_of_two_ranks(__file__, tmp_path_factory.mktemp("apex_parallel"))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_ddp_averages_gradients_with_every_setting(results, name):
-    average = name != "summed"
+# Without an average, the second of two losses would sum the sum of the first.
+LOSSES = [(name, "two losses of a forward pass") for name in SETTINGS if name != "summed"]
+
+
+@pytest.mark.parametrize("name, kind", [*itertools.product(SETTINGS, PASSES), *LOSSES])
+def test_ddp_averages_gradients_with_every_setting(results, name, kind):
+    heads = ("a", "b") if kind.startswith("another part") else BOTH
+    wanted = gradients_over_ranks(2 if kind == "accumulated" else 1, heads, average=name != "summed")
     for rank, gradients in enumerate(results):
-        assert_gradients_close(gradients[f"one_pass/{name}"], gradients_over_ranks(1, average=average))
-        assert_gradients_close(gradients[f"accumulated/{name}"], gradients_over_ranks(2, average=average))
-        model = TwoHeads().double()
-        sum(model(batch_of_rank(rank).double())).backward()
-        assert_gradients_close(gradients[f"local/{name}"], gradients_by_name(model))
-        assert gradients[f"was_local/{name}"] is True
-        assert_gradients_close(gradients[f"different_heads/{name}"], gradients_over_ranks(1, ("a", "b"), average))
-        assert_gradients_close(gradients[f"local_head/{name}"], gradients_over_ranks(1, average=average))
-        if average:
-            assert_gradients_close(gradients[f"two_losses/{name}"], gradients_over_ranks(1))
+        if kind == "local":
+            model = TwoHeads().double()
+            sum(model(batch_of_rank(rank).double())).backward()
+            wanted = gradients_by_name(model)
+        assert_gradients_close(gradients[f"{name}/{kind}"], wanted)
+
+
+AVERAGED = (
+    "a copy",
+    "a first pass without the wrapper's forward",
+    "a pass after one that failed",
+    "a pass after unfreezing",
+)
+
+
+@pytest.mark.parametrize("what", (*AVERAGED, "a Reducer"))
+def test_gradients_are_averaged_by(results, what):
+    for found in results:
+        assert_gradients_close(found[what], gradients_over_ranks(1))
+
+
+def test_ddp_leaves_frozen_parameters_without_gradients(results):
+    for found in results:
+        assert_gradients_close(found["frozen"], gradients_over_ranks(1) | {"trunk.weight": None, "trunk.bias": None})
 
 
 def test_ddp_keeps_reduced_buffers_when_asked(results):
     elements = sum(p.numel() for p in TwoHeads().parameters())
     for found in results:
-        assert sum(buffer.numel() for buffer in found["buffers/kept_buffers"]) == elements
-        assert found["buffers/default"] == []
-    assert all(torch.equal(a, b) for a, b in zip(*(found["buffers/kept_buffers"] for found in results)))
+        assert sum(buffer.numel() for buffer in found["kept_buffers/one pass, buffers"]) == elements
+        assert found["default/one pass, buffers"] == []
+    assert all(torch.equal(a, b) for a, b in zip(*(found["kept_buffers/one pass, buffers"] for found in results)))
 
 
 def test_ddp_reduces_buckets_that_are_full_at_their_number_of_elements(results):
@@ -376,12 +362,6 @@ def test_ddp_takes_checkpoints_and_shared_weights(results, reentrant):
         assert_gradients_close(found[f"checkpoint/{reentrant}"], gradients_by_name(model))
 
 
-def test_ddp_forgets_a_backward_pass_that_failed(results):
-    for found in results:
-        assert_gradients_close(found["without_a_forward_pass"], gradients_over_ranks(1))
-        assert_gradients_close(found["after_a_failure"], gradients_over_ranks(1))
-
-
 def test_ddp_broadcasts_parameters_and_leaves_buffers(results):
     for rank in range(2):
         for name, value in results[rank]["broadcast"].items():
@@ -397,26 +377,10 @@ def test_ddp_broadcasts_masters_of_initialized_models(results):
             assert torch.equal(found, wanted.detach())  # float32, not rounded on the way
 
 
-def test_ddp_refuses_what_apex_refused(results):
-    for rank in range(2):
-        errors = results[rank]["errors"]
-        assert "num_allreduce_streams" in errors["streams"]
-        assert "allreduce_trigger_params" in errors["triggers"]
-        assert "before wrapping" in errors["initialize"]
-
-
-def test_ddp_copies_survive(results):
-    for rank in range(2):
-        assert_gradients_close(results[rank]["copied"], gradients_over_ranks(1))
-
-
-def test_ddp_follows_freezing_and_unfreezing(results):
-    for rank in range(2):
-        frozen = results[rank]["frozen"]
-        assert frozen["trunk.weight"] is None
-        wanted = gradients_over_ranks(1)
-        assert_gradients_close(frozen, wanted | {"trunk.weight": None, "trunk.bias": None})
-        assert_gradients_close(results[rank]["unfrozen"], wanted)
+def test_what_apex_refused_is_refused(results):
+    words = ("num_allreduce_streams", "allreduce_trigger_params", "before wrapping", "world size 2")
+    for found in results:
+        assert [word for word, error in zip(words, found["errors"], strict=True) if word not in error] == []
 
 
 def test_ddp_without_a_process_group_says_what_to_do():
@@ -424,14 +388,15 @@ def test_ddp_without_a_process_group_says_what_to_do():
         DDP(nn.Linear(1, 1))
 
 
-def test_reducer_averages_gradients_of_a_module_or_a_list(results):
-    for rank in range(2):
-        assert_gradients_close(results[rank]["reducer"], gradients_over_ranks(1))
-        one, two = results[rank]["reducer_list"]
-        assert torch.equal(one, torch.full((2,), 0.5)) and torch.equal(two, torch.full((3,), 0.5).half())
-        one, two = results[rank]["flat_call"]
-        assert torch.equal(one, torch.full((2,), 0.5)) and torch.equal(two, torch.full((1,), 2.5))
-        assert torch.equal(results[rank]["flat_broadcast"][0], torch.full((2,), 1.0))
+# What either rank has at the end: it began with tensors of its rank + 1.
+OF_LISTS = {"Reducer of a list": [1.5, 1.5], "flat all_reduce": [1.5, 1.5], "flat broadcast": [1.0]}
+
+
+@pytest.mark.parametrize("call", OF_LISTS)
+def test_lists_of_tensors_are_reduced(results, call):
+    for found in results:
+        assert [set(tensor.tolist()) for tensor in found[call]] == [{value} for value in OF_LISTS[call]]
+        assert call != "Reducer of a list" or [tensor.dtype for tensor in found[call]] == [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("level, how", AMP)
@@ -488,7 +453,6 @@ def test_syncbn_groups(results):
         alone = nn.BatchNorm2d(3)(syncbn_inputs("plain")[0].chunk(2)[rank]).detach()
         assert torch.allclose(results[rank]["syncbn_alone"], alone, atol=1e-5)
         assert results[rank]["group_of_2"] == 2 and results[rank]["group_of_0"] is None
-        assert "world size 2" in results[rank]["group_of_4"]
 
 
 # In one process

@@ -1,14 +1,17 @@
 """O1 through ``amp.init``: which dtype comes out of what, in float16 on the CPU."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import backward, initialized
 from torch import nn
 
 pytestmark = pytest.mark.switch
 
 HALF, FLOAT = torch.float16, torch.float32
-B, H, T = 4, 8, 5
+B, H = 4, 8
 
 
 @pytest.fixture
@@ -35,6 +38,9 @@ CALLS = {
     "mixed": (lambda x: torch.atan2(x, ONES), FLOAT, FLOAT),
     "promoted": (lambda x: torch.atan2(x, x + x), FLOAT, HALF),
     "layers": (lambda x: nn.LSTM(H, H)(x[None])[0], HALF, HALF),
+    "cells of LSTM": (lambda x: nn.LSTMCell(H, H)(x, nn.LSTMCell(H, H)(x))[0], HALF, HALF),
+    "cells of GRU": (lambda x: nn.GRUCell(H, H)(x, nn.GRUCell(H, H)(x)), HALF, HALF),
+    "cells": (lambda x: nn.RNNCell(H, H)(x, nn.RNNCell(H, H)(x)), HALF, HALF),
 }
 
 
@@ -80,24 +86,6 @@ def test_disabled_handle_yields_losses_and_keeps_no_optimizer(amp):
     assert handle._all_wrappers == [] and handle._unwrapped == {}
 
 
-CELLS = {"rnn": nn.RNNCell, "gru": nn.GRUCell, "lstm": nn.LSTMCell}
-
-
-@pytest.mark.parametrize("kind", CELLS)
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-def test_recurrent_cells_run_in_half(handle, kind, dtype):
-    cell = CELLS[kind](H, H)
-    xs = [torch.randn(B, H, dtype=dtype).requires_grad_() for _ in range(T)]
-    state = torch.zeros(B, H, dtype=dtype)
-    hidden = (state, state) if kind == "lstm" else state
-    for x in xs:
-        hidden = cell(x, hidden)
-        out = hidden[0] if kind == "lstm" else hidden
-        assert out.dtype is HALF
-    out.float().sum().backward()
-    assert all(x.grad.dtype is dtype for x in xs)
-
-
 @pytest.mark.compiled("wrappers")  # without them nothing is kept
 def test_the_handle_clears_its_cache(amp, handle):
     linear = nn.Linear(H, H)
@@ -130,36 +118,20 @@ def test_without_caching_every_use_is_cast_again(amp):
 
 
 def test_functions_of_the_user(amp):
-    @amp.half_function
-    def halved(x):
-        return x
-
-    @amp.float_function
-    def floated(x):
-        return x
-
-    @amp.promote_function
-    def promoted(x, y):
-        return x, y
-
-    class Box:
-        @staticmethod
-        def twice(x):
-            return x * 2
-
+    halved, floated = amp.half_function(lambda x: x), amp.float_function(lambda x: x)
+    promoted = amp.promote_function(lambda x, y: (x, y))
+    box = types.SimpleNamespace(twice=lambda x: x * 2)
     x = torch.ones(2)
     assert halved(x).dtype is FLOAT  # identity before init
-    amp.register_half_function(Box, "twice")
+    amp.register_half_function(box, "twice")
     with pytest.raises(ValueError, match="nothing"):
-        amp.register_float_function(Box, "nothing")
+        amp.register_float_function(box, "nothing")
     handle = amp.init()
-    try:
-        assert halved(x).dtype is HALF and floated(x.half()).dtype is FLOAT
-        assert [y.dtype for y in promoted(x, x.half())] == [FLOAT, FLOAT]
-        assert Box.twice(x).dtype is HALF
-    finally:
-        handle._deactivate()
-    assert Box.twice(x).dtype is FLOAT
+    assert halved(x).dtype is HALF and floated(x.half()).dtype is FLOAT
+    assert [y.dtype for y in promoted(x, x.half())] == [FLOAT, FLOAT]
+    assert box.twice(x).dtype is HALF
+    handle._deactivate()
+    assert box.twice(x).dtype is FLOAT
 
 
 def test_lists_have_apexs_promoted_functions_without_sequences_and_writes():
@@ -171,21 +143,19 @@ def test_lists_have_apexs_promoted_functions_without_sequences_and_writes():
     assert not {"cat", "stack", "add_", "__ipow__"} & {*functions.CASTS, *tensor.CASTS}
 
 
-def test_lists_edited_by_a_script_are_followed(amp):
+def test_lists_edited_by_a_script_are_followed(amp, monkeypatch):
     from apex.amp.lists import functional_overrides as functions
 
     assert "softmax" in functions.FP32_FUNCS and "linear" in functions.FP16_FUNCS
-    before = list(functions.FP32_FUNCS), list(functions.FP16_FUNCS)
+    for name in ("FP32_FUNCS", "FP16_FUNCS"):
+        monkeypatch.setattr(functions, name, list(getattr(functions, name)))
     functions.FP32_FUNCS.remove("softmax")
     functions.FP16_FUNCS.append("softmax")
     functions.FP32_FUNCS.remove("gelu")
     handle = amp.init()
-    try:
-        assert F.softmax(torch.randn(B, H), dim=1).dtype is HALF
-        assert F.gelu(torch.randn(B).half()).dtype is HALF
-    finally:
-        handle._deactivate()
-        functions.FP32_FUNCS[:], functions.FP16_FUNCS[:] = before
+    assert F.softmax(torch.randn(B, H), dim=1).dtype is HALF
+    assert F.gelu(torch.randn(B).half()).dtype is HALF
+    handle._deactivate()
     assert F.softmax(torch.randn(B, H), dim=1).dtype is FLOAT
 
 
@@ -211,9 +181,8 @@ def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when)
     torch.manual_seed(0)
     model, x = WithLoss(), torch.randn(B, H)
     exact = model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handles = [amp.init()] if when == "before" else []
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(model, opt_level=level)
     amp.register_float_function(WithLoss, "loss")
     handles += [amp.init()] if when == "after" else []
     model.seen.clear()
@@ -222,8 +191,7 @@ def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when)
     assert model.seen == [FLOAT] and loss.dtype is FLOAT
     assert model.outputs[-1] is HALF
     torch.testing.assert_close(loss, exact, rtol=1e-2, atol=1e-3)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(loss, optimizer)
     assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
     handles[0]._deactivate()
     model(x)

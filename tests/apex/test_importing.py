@@ -1,21 +1,83 @@
-"""Imports of the drop-in: how it is found, and for which packages it makes room."""
+"""The drop-in by its names: how modules are found, what they hold, what pickles load, and for which packages it makes room."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import pickle
+import subprocess
 import sys
 
 import pytest
+from ampkit.apex.fp16_utils import DynamicLossScaler
+from helpers import ROOT
 
 import ampkit.apex
 from ampkit.apex import importing
 
-MODULES = """
-    apex apex.amp apex.amp._amp_state apex.amp.amp apex.amp.frontend apex.amp.handle apex.amp.scaler apex.amp._initialize
-    apex.amp._process_optimizer apex.amp.opt apex.amp.utils apex.amp.wrap apex.amp.compat apex.amp.rnn_compat apex.amp.lists
-    apex.amp.lists.functional_overrides apex.amp.lists.torch_overrides apex.amp.lists.tensor_overrides
-""".split()
+NAMES = {
+    "apex": "amp",
+    "apex.amp": "initialize scale_loss master_params state_dict load_state_dict init",
+    "apex.amp._amp_state": "_amp_state",
+    "apex.amp.amp": "init",
+    "apex.amp.frontend": "initialize O0 O1 O2 O3 Properties opt_levels",
+    "apex.amp.handle": "scale_loss disable_casts AmpHandle",
+    "apex.amp.scaler": "LossScaler",
+    "apex.amp._initialize": "applier to_type",
+    "apex.amp._process_optimizer": "",
+    "apex.amp.opt": "OptimWrapper",
+    "apex.amp.utils": "maybe_half maybe_float type_string is_fp_tensor",
+    "apex.amp.wrap": "cached_cast",
+    "apex.amp.compat": "is_tensor_like",
+    "apex.amp.rnn_compat": "RNN_NAMES",
+    "apex.amp.lists": "",
+    "apex.amp.lists.functional_overrides": "FP16_FUNCS FP32_FUNCS",
+    "apex.amp.lists.torch_overrides": "CASTS",
+    "apex.amp.lists.tensor_overrides": "CASTS",
+    "apex.amp.__version__": "VERSION __version__",
+    "apex.parallel": "DistributedDataParallel Reducer ReduceOp SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
+    "apex.parallel.distributed": "DistributedDataParallel Reducer flat_dist_call split_half_float_double",
+    "apex.parallel.LARC": "LARC",
+    "apex.parallel.multiproc": "main",
+    "apex.parallel.sync_batchnorm": "SyncBatchNorm",
+    "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "apex.optimizers": "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad FusedMixedPrecisionLamb FusedLARS "
+    "FP16_Optimizer",
+    "apex.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "apex.optimizers.fused_adam": "FusedAdam",
+    "apex.optimizers.fused_sgd": "FusedSGD",
+    "apex.optimizers.fused_lamb": "FusedLAMB",
+    "apex.optimizers.fused_novograd": "FusedNovoGrad",
+    "apex.optimizers.fused_adagrad": "FusedAdagrad",
+    "apex.optimizers.fused_lars": "FusedLARS",
+    "apex.optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedSGD FusedLAMB",
+    "apex.contrib.optimizers.fused_adam": "FusedAdam",
+    "apex.contrib.optimizers.fused_sgd": "FusedSGD",
+    "apex.contrib.optimizers.fused_lamb": "FusedLAMB",
+    "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "apex.contrib.clip_grad": "clip_grad_norm_",
+    "apex.contrib.clip_grad.clip_grad": "clip_grad_norm_",
+    "apex.fp16_utils": "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads FP16Model tofp16 "
+    "master_params_to_model_params to_python_float clip_grad_norm convert_module convert_network FP16_Optimizer LossScaler "
+    "DynamicLossScaler",
+    "apex.fp16_utils.fp16util": "BN_convert_float network_to_half tofp16 to_python_float clip_grad_norm",
+    "apex.fp16_utils.loss_scaler": "LossScaler DynamicLossScaler",
+    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "apex.normalization.fused_layer_norm": "FusedLayerNorm fused_layer_norm fused_layer_norm_affine fused_rms_norm "
+    "fused_rms_norm_affine mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine manual_rms_norm "
+    "FusedLayerNormAffineFunction FusedRMSNormAffineFunction",
+    "apex.multi_tensor_apply": "multi_tensor_applier MultiTensorApply",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "amp_C": "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp multi_tensor_l2norm_scale "
+    "multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam multi_tensor_adam_capturable "
+    "multi_tensor_adam_capturable_master multi_tensor_adagrad multi_tensor_novograd multi_tensor_lamb multi_tensor_lamb_mp "
+    "multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda multi_tensor_lars update_scale_hysteresis",
+    "apex_C": "flatten unflatten",
+    "fused_adam_cuda": "adam",
+}
 
 
 @pytest.fixture
@@ -41,12 +103,29 @@ def another_apex(not_installed, tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_is_importable(name):
-    module = importlib.import_module(name)
-    assert sys.modules[name] is module
-    if name != "apex":
-        assert module is importlib.import_module("ampkit." + name)
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_found_where_scripts_import_them(module):
+    imported = importlib.import_module(module)
+    assert sys.modules[module] is imported
+    if module != "apex":
+        assert imported is importlib.import_module(f"ampkit.apex.{module.removeprefix('apex.')}")
+    assert [name for name in NAMES[module].split() if not hasattr(imported, name)] == []
+
+
+def test_star_imports_of_fp16_utils_bring_everything():
+    namespace = {}
+    exec("from apex.fp16_utils import *", namespace)
+    assert set(NAMES["apex.fp16_utils"].split()) <= namespace.keys()
+
+
+# In apex.contrib amp imported the optimizers; the rest has to be imported by its name.
+ATTRIBUTES = [name for name in NAMES if name.startswith("apex.") and not name.endswith(("clip_grad", "_amp_state"))]
+
+
+@pytest.mark.parametrize("module", ATTRIBUTES)
+def test_modules_are_attributes_of_apex(module):
+    found = functools.reduce(getattr, module.split(".")[1:], importlib.import_module("apex"))
+    assert found is importlib.import_module(module)
 
 
 def test_libraries_that_look_for_apex_find_it():
@@ -66,37 +145,26 @@ def test_the_state_is_an_object_and_its_module_a_module():
     assert "state_dict" in amp.__dict__
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import apex.transformer",
-        "from apex import transformer",
-        "from apex.transformer import parallel_state",
-        "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss",
-        "from apex.contrib import xentropy",
-        "import apex.mlp",
-    ],
-)
-def test_what_is_not_provided_says_so(statement):
-    with pytest.raises(ImportError, match=r"no 'apex\.(transformer|contrib|mlp).*provides.*apex\.amp"):
-        exec(statement)
+PROVIDED = r"no 'apex\.(transformer|mlp).*provides.*apex\.amp"
+NOT_THERE = {
+    "import apex.transformer": PROVIDED,
+    "from apex import transformer": PROVIDED,
+    "from apex.transformer import parallel_state": PROVIDED,
+    "import apex.mlp": PROVIDED,
+    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": r"no 'apex\.contrib.*torch\.nn\.functional\.cross_entropy",
+    "from apex.contrib import xentropy": r"no 'apex\.contrib.*torch\.nn\.functional\.cross_entropy",
+    "from apex.contrib.sparsity import ASP": r"semi_structured",
+    "from apex.contrib.optimizers import DistributedFusedAdam": r"torch\.distributed\.fsdp",
+    "import apex.contrib.optimizers.distributed_fused_adam": r"torch\.distributed\.fsdp",
+    "from apex.transformer.tensor_parallel.layers import ColumnParallelLinear": r"megatron\.core",
+    "from apex import pyprof": r"torch\.profiler",
+    "from apex.RNN.models import stackedRNN": r"torch\.nn\.LSTM",
+}
 
 
-@pytest.mark.parametrize(
-    "statement, instead",
-    [
-        ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss", r"torch\.nn\.functional\.cross_entropy"),
-        ("from apex.contrib import xentropy", r"torch\.nn\.functional\.cross_entropy"),
-        ("from apex.contrib.sparsity import ASP", r"semi_structured"),
-        ("from apex.contrib.optimizers import DistributedFusedAdam", r"torch\.distributed\.fsdp"),
-        ("import apex.contrib.optimizers.distributed_fused_adam", r"torch\.distributed\.fsdp"),
-        ("from apex.transformer.tensor_parallel.layers import ColumnParallelLinear", r"megatron\.core"),
-        ("from apex import pyprof", r"torch\.profiler"),
-        ("from apex.RNN.models import stackedRNN", r"torch\.nn\.LSTM"),
-    ],
-)
-def test_what_is_not_provided_names_what_torch_has_instead(statement, instead):
-    with pytest.raises(ModuleNotFoundError, match=instead):
+@pytest.mark.parametrize("statement", NOT_THERE)
+def test_what_is_not_provided_says_so_and_names_what_torch_has_instead(statement):
+    with pytest.raises(ModuleNotFoundError, match=NOT_THERE[statement]):
         exec(statement)
 
 
@@ -151,3 +219,52 @@ def test_an_apex_with_amp_is_kept_unless_replaced(another_apex, caplog):
     assert hasattr(importlib.import_module("apex.amp"), "initialize")
     ampkit.apex.uninstall()
     assert importlib.import_module("apex.amp").origin == "another"
+
+
+# Modules in ``apex/legacy`` keep their old names: imports and pickles of earlier versions load.
+
+IN_PICKLES = {
+    "amp_C": "multi_tensor_scale multi_tensor_lamb update_scale_hysteresis",
+    "apex_C": "flatten",
+    "fused_adam_cuda": "adam",
+    "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "fp16_utils.fp16util": "FP16Model tofp16 network_to_half",
+    "fp16_utils.loss_scaler": "LossScaler DynamicLossScaler",
+    "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "contrib.optimizers.fused_adam": "FusedAdam",
+    "optimizers.fp16_optimizer": "FP16_Optimizer",
+}
+
+
+@pytest.mark.parametrize(
+    "module, name", [(module, name) for module in IN_PICKLES for name in IN_PICKLES[module].split()]
+)
+def test_names_in_pickles_are_those_of_before(module, name):
+    current = getattr(importlib.import_module(f"ampkit.apex.{module}"), name)
+    assert pickle.dumps(current, 0).startswith(f"campkit.apex.{module}\n{name}\n".encode())
+    theirs = module if module in ("amp_C", "apex_C", "fused_adam_cuda") else f"apex.{module}"
+    for of_the_time in (f"ampkit.apex.{module}", theirs):
+        assert pickle.loads(f"c{of_the_time}\n{name}\n.".encode()) is current
+
+
+# Bytes that pickle.dumps wrote of a DynamicLossScaler(2.0**8, 2.0, 3) after an overflow, when its module lay in apex/fp16_utils.
+PICKLED = (
+    b"ccopy_reg\n_reconstructor\np0\n(campkit.apex.fp16_utils.loss_scaler\nDynamicLossScaler\np1\nc__builtin__\nobject\np2\nNtp3\nRp4\n"
+    b"(dp5\nVcur_scale\np6\nF128.0\nsVcur_iter\np7\nI1\nsVlast_overflow_iter\np8\nI0\nsVscale_factor\np9\nF2.0\nsVscale_window\np10\nI3\nsb."
+)
+
+
+@pytest.mark.parametrize("module", ["ampkit.apex.fp16_utils.loss_scaler", "apex.fp16_utils.loss_scaler"])
+def test_a_loss_scaler_that_was_pickled_before_goes_on(module):
+    scaler = pickle.loads(PICKLED.replace(b"ampkit.apex.fp16_utils.loss_scaler", module.encode()))
+    assert type(scaler) is DynamicLossScaler
+    for _ in range(3):
+        scaler.update_scale(False)
+    assert (scaler.cur_scale, scaler.cur_iter) == (256.0, 4)  # three iterations without an overflow double it
+
+
+def test_a_pickle_loads_in_a_process_that_has_imported_nothing_of_ours():
+    code = f"import pickle; print(pickle.loads({PICKLED!r}).cur_scale)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "128.0\n", done.stderr

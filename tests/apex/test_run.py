@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, others_slow
 
+import ampkit.apex
 from ampkit.__main__ import AROUND_SCRIPTS
 from ampkit.scripts import running
 
@@ -33,6 +35,14 @@ def execute(*arguments, before=(), **settings):
     done = ended(*before, *RUN, *arguments, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def run(folder, text, *arguments, device="cpu", **settings):
+    """Run a script in this process; returns the names that it leaves."""
+    ampkit.apex.uninstall()
+    script = folder / "script.py"
+    script.write_text("import torch\n" + text)
+    return running.execute(running.Run(str(script), device=device, around=AROUND_SCRIPTS, **settings), arguments)
 
 
 @pytest.mark.parametrize("level", others_slow("O1", of=["O0", "O1", "O2", "O3"]))
@@ -58,45 +68,14 @@ def test_a_classifier(tmp_path, level, out, weights):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
 def test_two_processes(launcher, tmp_path):
-    before = [
-        "-m",
-        launcher,
-        "--nproc_per_node=2",
-        "--master_port=0" if launcher.endswith("launch") else "--standalone",
-    ]
-    if launcher.endswith("launch"):
-        before[-1] = f"--master_port={_free_port()}"
-    arguments = ["--device", "cpu", SCRIPTS / "classify.py", "--opt-level", "O2", "--sync_bn", "--results", tmp_path]
-    execute(*arguments, before=before)
-    results = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
-    assert results == ["torch.float32 torch.bfloat16 2\n"] * 2
-
-
-def _free_port():
-    import socket
-
     with socket.socket() as found:
         found.bind(("", 0))
-        return found.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_a_module_and_its_arguments(tmp_path):
-    package = tmp_path / "tool"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "sub.py").write_text("x = 3\n")
-    (package / "__main__.py").write_text(
-        "import sys\nfrom apex import amp\nfrom .sub import x\nprint(__name__, sys.argv[1:], x)\n"
-    )
-    assert (
-        "__main__ ['--device', 'a', '--', 'b'] 3"
-        in execute("-m", "tool", "--device", "a", "--", "b", cwd=tmp_path).stdout
-    )
-    (tmp_path / "single.py").write_text("from apex import amp\nimport sibling\nprint(sibling.y, __file__)\n")
-    (tmp_path / "sibling.py").write_text("y = 4\n")
-    assert "4 " in execute("-m", "single", cwd=tmp_path).stdout
-    assert "4 " in execute(tmp_path / "single.py").stdout  # siblings are found from elsewhere, too
+        port = found.getsockname()[1]
+    where = f"--master_port={port}" if launcher.endswith("launch") else "--standalone"
+    arguments = ["--device", "cpu", SCRIPTS / "classify.py", "--opt-level", "O2", "--sync_bn", "--results", tmp_path]
+    execute(*arguments, before=["-m", launcher, "--nproc_per_node=2", where])
+    results = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert results == ["torch.float32 torch.bfloat16 2\n"] * 2
 
 
 def test_exit_codes_and_errors_are_the_scripts(tmp_path):
@@ -134,6 +113,32 @@ def test_tracebacks_of_modules_begin_in_the_module(tmp_path):
     assert done.stderr.startswith("ModuleNotFoundError: No module named 'nowhere'")
 
 
+def test_modules_and_packages_run_as_main_beside_their_siblings(tmp_path, monkeypatch):
+    text = "import sys; from {} import x; name, argv = __name__, sys.argv[1:]"
+    folder = tmp_path / "found_tool"
+    folder.mkdir()
+    for path, content in {
+        "found_single.py": text.format("found_sibling"),
+        "found_sibling.py": "x = 3",
+        "found_tool/__init__.py": "",
+        "found_tool/__main__.py": text.format(".sub"),
+        "found_tool/sub.py": "x = 3",
+    }.items():
+        (tmp_path / path).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = ["--device", "a", "--", "b"]
+    for target, path in (("found_single", "found_single.py"), ("found_tool", "found_tool/__main__.py")):
+        names = running.execute(running.Run(target, is_module=True, around=AROUND_SCRIPTS), arguments)
+        assert (names["name"], names["x"], names["argv"]) == ("__main__", 3, arguments)
+        assert names["__file__"] == str(tmp_path / path)
+    with pytest.raises(ModuleNotFoundError, match="found_nothing"):
+        running.execute(running.Run("found_nothing", is_module=True, around=AROUND_SCRIPTS), [])
+    monkeypatch.chdir("/")
+    monkeypatch.delitem(sys.modules, "found_sibling", raising=False)
+    assert running.execute(running.Run(str(tmp_path / "found_single.py"), around=AROUND_SCRIPTS), [])["x"] == 3
+
+
 PICKLES = """
 import argparse, pickle, warnings, torch
 torch.save({"args": argparse.Namespace(lr=0.5)}, PATH)
@@ -149,68 +154,56 @@ except pickle.UnpicklingError:
 """
 
 
-def test_the_code_of_a_module_or_of_a_package_is_found(tmp_path, monkeypatch):
-    (tmp_path / "found_tool").mkdir()
-    (tmp_path / "found_tool" / "__init__.py").write_text("")
-    for path in ("found_single.py", "found_tool/__main__.py"):
-        (tmp_path / path).write_text(f"name = {path!r}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for target, path in (("found_single", "found_single.py"), ("found_tool", "found_tool/__main__.py")):
-        names = running.execute(running.Run(target, is_module=True, around=AROUND_SCRIPTS), [])
-        assert names["name"] == path and names["__file__"] == str(tmp_path / path)
-    with pytest.raises(ModuleNotFoundError, match="found_nothing"):
-        running.execute(running.Run("found_nothing", is_module=True, around=AROUND_SCRIPTS), [])
-
-
 @pytest.mark.parametrize("allowed, lr", [(False, None), (True, 0.5)])
 def test_old_checkpoints_load_where_pickles_are_allowed(allowed, lr, tmp_path, capsys):
-    script = tmp_path / "script.py"
-    script.write_text(PICKLES.replace("PATH", repr(str(tmp_path / "checkpoint.pt"))))
+    text = PICKLES.replace("PATH", repr(str(tmp_path / "checkpoint.pt")))
     environment = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = running.execute(running.Run(str(script), allow_pickle=allowed), [])
+        names = run(tmp_path, text, device=None, allow_pickle=allowed)
     assert names["lr"] == lr and names["asked_for"] == "weights"
     assert ("--allow-pickle: torch.load unpickles any object" in capsys.readouterr().err) == allowed
     assert dict(os.environ) == environment
 
 
-def test_a_checkpoint_that_is_refused_ends_with_the_option_that_takes_it(tmp_path, monkeypatch):
+# The last line of a script, and the option that its error is told with: what loads such a checkpoint, or does without a GPU.
+ENDS = {
+    "a refused checkpoint": ("raise __import__('pickle').UnpicklingError('no')", "--allow-pickle"),
+    "no GPU": ("torch.ones(1).cuda()", "--device cpu"),
+    "an error": ("raise ValueError('no')", None),
+    "an error of torch": ("torch.ones(2) @ torch.ones(3)", None),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_errors_end_with_the_option_that_avoids_them(case, tmp_path, monkeypatch):
+    if case == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU, and the script runs on it")
+    line, option = ENDS[case]
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
     script = tmp_path / "script.py"
-    for error, told in (("pickle.UnpicklingError('no')", True), ("ValueError('no')", False)):
-        script.write_text(f"import pickle\nraise {error}")
-        with pytest.raises(Exception, match="no") as caught:
-            running.execute_as_main(running.Run(str(script)), [])
-        assert any("--allow-pickle" in note for note in getattr(caught.value, "__notes__", ())) == told
+    script.write_text(f"import torch\n{line}")
+    with pytest.raises(Exception) as caught:
+        running.execute_as_main(running.Run(str(script)), [])
+    notes = " ".join(getattr(caught.value, "__notes__", ()))
+    assert [one for one in ("--allow-pickle", "--device cpu") if one in notes] == ([option] if option else [])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the script runs on it")
-def test_a_script_that_finds_no_gpu_ends_with_the_option_that_does_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
-    script = tmp_path / "script.py"
-    for line, told in (("torch.ones(1).cuda()", True), ("torch.ones(2) @ torch.ones(3)", False)):
-        script.write_text(f"import torch\n{line}")
-        with pytest.raises((RuntimeError, AssertionError)) as caught:
-            running.execute_as_main(running.Run(str(script)), [])
-        assert any("--device cpu" in note for note in getattr(caught.value, "__notes__", ())) == told
-
-
-def test_the_command_line_allows_pickles_only_when_told_to():
+def test_options_behind_the_script_are_the_scripts():
     parser = argparse.ArgumentParser()
     running.add_arguments(parser)
-    assert not parser.parse_args(["script.py", "--allow-pickle"]).allow_pickle  # that is the script's
+    behind = parser.parse_args(["script.py", "--allow-pickle", "--", "--device", "a"])
+    assert not behind.allow_pickle and behind.arguments == ["--allow-pickle", "--", "--device", "a"]
     assert parser.parse_args(["--allow-pickle", "script.py"]).allow_pickle
 
 
 @pytest.mark.slow
 def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
-    (tmp_path / "apex").mkdir()
+    for folder in ("apex", "elsewhere"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     (tmp_path / "apex" / "amp.py").write_text("origin = 'theirs'\n")
     (tmp_path / "script.py").write_text("from apex import amp\nprint(getattr(amp, 'origin', 'ours'))\n")
-    (tmp_path / "elsewhere").mkdir()
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "cwd": tmp_path / "elsewhere"}
     assert execute(tmp_path / "script.py", **environment).stdout == "theirs\n"
     assert execute("--replace", tmp_path / "script.py", **environment).stdout == "ours\n"
@@ -218,54 +211,39 @@ def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
 
 def test_scripts_of_torch_1_find_what_they_import_from_torch_six(tmp_path):
     assert importlib.util.find_spec("torch._six") is None  # else there is nothing to lend
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\n"
+    text = (
         "from torch._six import container_abcs, inf, int_classes, string_classes\n"
         "assert isinstance([], container_abcs.Sequence) and isinstance(1, int_classes) and inf > 1e300\n"
         "found = isinstance('x', torch._six.string_classes)\n"
     )
-    assert running.execute(running.Run(str(script)), [])["found"] is True
+    assert run(tmp_path, text, device=None)["found"] is True
     assert "torch._six" not in sys.modules and not hasattr(torch, "_six")
 
 
 def test_everything_is_undone_at_the_end(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom apex import amp\n"
+    text = (
+        "from apex import amp\n"
         "model = torch.nn.Linear(2, 2).cuda()\n"
         "model, opt = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)\n"
         "torch.set_default_dtype(torch.float64)\n"
         "assert torch.zeros(1, device='cuda').type() == 'torch.cuda.DoubleTensor'\n"
         "assert torch.accelerator.current_accelerator(check_available=True) is None\n"  # Adam asks one for its stream
     )
-    import ampkit.apex
-
     ampkit.apex.uninstall()
     owners = [torch, torch.Tensor, torch.cuda, torch.nn.Module, torch.autocast, torch.UntypedStorage, torch.distributed]
-    owners += [
-        torch.accelerator,
-        torch.utils.data.DataLoader,
-        torch.nn.parallel.DistributedDataParallel,
-        torch.nn.utils.rnn.PackedSequence,
-    ]
-    before = {owner: dict(vars(owner)) for owner in owners}
-    cuda = torch.cuda.is_available()
-    argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
-    names = running.execute(running.Run(str(script), device="cpu", around=AROUND_SCRIPTS), ["--lr", "1"])
+    owners += [torch.accelerator, torch.utils.data.DataLoader, torch.nn.parallel.DistributedDataParallel]
+    before = {owner: dict(vars(owner)) for owner in [*owners, torch.nn.utils.rnn.PackedSequence]}
+    state = [torch.cuda.is_available(), list(sys.argv), list(sys.path), dict(os.environ)]
+    names = run(tmp_path, text, "--lr", "1")
     assert names["model"].weight.dtype is torch.float32
-    assert (sys.argv, sys.path, dict(os.environ)) == (argv, path, environment)
+    assert [torch.cuda.is_available(), sys.argv, sys.path, dict(os.environ)] == state
     assert not ampkit.apex.is_installed() and torch.get_default_dtype() is torch.float32
     for owner, attributes in before.items():
         changed = [name for name, value in attributes.items() if vars(owner).get(name) is not value]
         # Modules that torch imports late become attributes; copying leaves copyreg's cache.
-        added = [
-            name
-            for name, value in vars(owner).items()
-            if name not in attributes and name != "__slotnames__" and not isinstance(value, types.ModuleType)
-        ]
+        new = vars(owner).keys() - attributes.keys() - {"__slotnames__"}
+        added = [name for name in new if not isinstance(vars(owner)[name], types.ModuleType)]
         assert not changed and not added, (owner, changed, added)
-    assert torch.cuda.is_available() == cuda
 
 
 LEGACY = """

@@ -8,21 +8,10 @@ import sys
 import pytest
 import torch
 from helpers import others_slow
-from test_run import RUN, ended
+from test_run import RUN, ended, run
 from torch import nn
 
 import ampkit.apex
-from ampkit.__main__ import AROUND_SCRIPTS
-from ampkit.scripts import running
-
-
-def run(folder, text, *arguments, device="cpu", **settings):
-    """Run a script; returns the names that it leaves."""
-    ampkit.apex.uninstall()
-    script = folder / "script.py"
-    script.write_text("import torch\n" + text)
-    return running.execute(running.Run(str(script), device=device, around=AROUND_SCRIPTS, **settings), arguments)
-
 
 DECISIONS = {
     "is_cuda": "found = torch.ones(2).cuda().is_cuda",
@@ -104,25 +93,25 @@ optimizer.step()
 
 @pytest.mark.parametrize("to", ("stdout", "stderr", None))
 @pytest.mark.parametrize("when", ("before", "after"))
-def test_an_overflow_is_printed_once_whoever_logs(when, to, tmp_path, capsys):
+def test_an_overflow_is_printed_once_whoever_logs(when, to, tmp_path, capsys, monkeypatch):
     root, log_file = logging.getLogger(), io.StringIO()
     level, handler = root.level, logging.StreamHandler(getattr(sys, to) if to else log_file)
-    logs = {"handler": handler, "root": root}
+    monkeypatch.setattr(torch, "handler_of_test", handler, raising=False)
+    attach = (
+        "import logging; logging.getLogger().setLevel('INFO'); logging.getLogger().addHandler(torch.handler_of_test)\n"
+    )
     try:
-        attach = "import logging; logging.getLogger().setLevel('INFO'); logging.getLogger().addHandler(torch.handler_of_test)\n"
-        torch.handler_of_test = logs["handler"]
-        text = attach + OVERFLOW.replace("AFTER", "") if when == "before" else OVERFLOW.replace("AFTER", attach)
-        run(tmp_path, text)
+        run(tmp_path, attach + OVERFLOW.replace("AFTER", "") if when == "before" else OVERFLOW.replace("AFTER", attach))
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-        del torch.handler_of_test
     out, err = capsys.readouterr()
     assert out.count("\nGradient overflow.  Skipping step") == 1 and "Gradient overflow" not in err
     assert log_file.getvalue().count("Gradient overflow") == (to is None)  # a log file of the script has it as well
     assert logging.getLogger("ampkit").propagate
 
 
+# Whether the script is told that it never called amp.initialize.
 UNUSED = {
     "never called": ("from apex import amp", True),
     "by an option": ("from apex import amp\nif False: amp.initialize(torch.nn.Linear(1, 1))", True),
@@ -152,18 +141,13 @@ def test_a_script_that_never_calls_amp_is_told_of_at_the_end(case, tmp_path, cap
 FIND = "import importlib.util; found = importlib.util.find_spec('amp_C') is not None"
 FALLBACK = "try:\n    from apex.normalization import FusedRMSNorm as found\nexcept {}: found = None"
 LIBRARY = "import amp_C\nfound = True"
-WITHOUT_FALLBACK = "try: from apex import amp; found = True\nexcept ImportError: raise ImportError('install apex')"
+WITHOUT_FALLBACK = "try: from apex import amp; found = True\nexcept ImportError: {}"
+TRY_LIBRARY = "try: from library_of_test import found\nexcept ModuleNotFoundError: found = False"
 OBSERVED = {
     "a plain import": ("from apex import amp; found = True", True),
-    "one that says what to install": (WITHOUT_FALLBACK, True),
-    "one that exits": (
-        WITHOUT_FALLBACK.replace("raise ImportError('install apex')", "import sys; sys.exit('install apex')"),
-        True,
-    ),
-    "one that quits": (
-        WITHOUT_FALLBACK.replace("raise ImportError('install apex')", "print('install apex'); exit(1)"),
-        True,
-    ),
+    "one that says what to install": (WITHOUT_FALLBACK.format("raise ImportError('install apex')"), True),
+    "one that exits": (WITHOUT_FALLBACK.format("import sys; sys.exit('install apex')"), True),
+    "one that quits": (WITHOUT_FALLBACK.format("print('install apex'); exit(1)"), True),
     "a part": ("from apex.optimizers import FusedAdam as found", True),
     "amp_C": ("import amp_C as found", True),
     "with a fallback": (FALLBACK.format("ImportError"), False),
@@ -171,11 +155,8 @@ OBSERVED = {
     "one of several": (FALLBACK.format("(ModuleNotFoundError, AttributeError)"), False),
     "a look": (FIND, False),
     "a look beside an import": ("from apex import amp\n" + FIND, False),
-    "a library": ("try: from library_of_test import found\nexcept ModuleNotFoundError: found = False", False),
-    "a library beside an import": (
-        "from apex import amp\ntry: from library_of_test import found\nexcept ModuleNotFoundError: found = False",
-        False,
-    ),
+    "a library": (TRY_LIBRARY, False),
+    "a library beside an import": ("from apex import amp\n" + TRY_LIBRARY, False),
     "a file of the script": ("from own_file_of_test import found", True),
 }
 
@@ -227,25 +208,15 @@ def test_a_script_tells_its_models_by_their_classes(level, tmp_path):
     assert names["after"] == names["before"] and names["before"][:4] == [True, True, False, False]
 
 
+AMP = "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight"
+FP16_UTILS = "from apex.fp16_utils import network_to_half; found = network_to_half(MODEL)(ONES)"
 LOWERED = {
-    "amp": (
-        "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight",
-        None,
-        torch.bfloat16,
-    ),
-    "amp as chosen": (
-        "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight",
-        "float16",
-        torch.float16,
-    ),
+    "amp": (AMP, None, torch.bfloat16),
+    "amp as chosen": (AMP, "float16", torch.float16),
     "half": ("found = MODEL.half()(ONES.half())", None, torch.float16),
     "a dtype": ("found = ONES.to(torch.float16)", None, torch.float16),
     "a type": ("found = ONES.type(torch.cuda.HalfTensor)", None, torch.float16),
-    "fp16_utils": (
-        "from apex.fp16_utils import network_to_half; found = network_to_half(MODEL)(ONES)",
-        None,
-        torch.float16,
-    ),
+    "fp16_utils": (FP16_UTILS, None, torch.float16),
 }
 
 

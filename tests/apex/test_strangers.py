@@ -63,9 +63,20 @@ def images(count, channels=3):
     return torch.randn(count, channels, 6, 6) + drawn(4, channels, 6, 6)[y] / 2, y
 
 
-def backward(amp, loss, optimizer, **settings):
-    with amp.scale_loss(loss, optimizer, **settings) as scaled_loss:
+def classifier(channels):
+    conv, norm = nn.Conv2d(channels, 8, 3, bias=False), nn.BatchNorm2d(8)
+    return nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+
+
+def step(amp, loss, optimizer, clip=None):
+    """An iteration's end as most scripts write it; returns the loss."""
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+    if clip is not None:
+        clip_grad_norm_(amp.master_params(optimizer), clip)
+    optimizer.step()
+    return loss.item()
 
 
 # Models that are initialized again.
@@ -79,22 +90,16 @@ def unfrozen_layers(amp, level):
     def optimizer_of(model):
         return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9, nesterov=True)
 
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
-    )
+    net = classifier(3)
     net[0].requires_grad_(False)
     net, optimizer = amp.initialize(net, optimizer_of(net), opt_level=level, **SETTINGS)
     losses = []
-    for step in range(30):
-        if step == 10:
+    for index in range(30):
+        if index == 10:
             net.requires_grad_(True)
             net, optimizer = amp.initialize(net, optimizer_of(net), opt_level=level, **SETTINGS)
         x, y = images(16)
-        loss = F.cross_entropy(net(x), y)
-        optimizer.zero_grad()
-        backward(amp, loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(step(amp, F.cross_entropy(net(x), y), optimizer))
     return losses
 
 
@@ -108,9 +113,7 @@ def gradient_alignment(amp, level):
     """
     # tml-epfl/understanding-fast-adv-training
 
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
-    )
+    model = classifier(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     amp.register_float_function(torch, "batch_norm")
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SETTINGS)
@@ -141,10 +144,7 @@ def gradient_alignment(amp, level):
         norms = [g.pow(2).sum((1, 2, 3), keepdim=True) ** 0.5 for g in (grad, other)]
         cosine = torch.sum(grad / norms[0] * (other / norms[1]), (1, 2, 3))
         loss += 0.5 * (1.0 - cosine.mean())
-        optimizer.zero_grad()
-        backward(amp, loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(step(amp, loss, optimizer))
     with amp.disable_casts():
         model.eval()
         x, y = images(16, 1)
@@ -189,12 +189,8 @@ def parts_of_a_detector(amp, level):
         mask = (x.sum(1, keepdim=True) > 0).float()
         box = torch.cat([x.amax(1, keepdim=True), x], 1)
         found = model.predict(x)
-        terms = [F.binary_cross_entropy_with_logits(found["mask"], mask), F.smooth_l1_loss(found["box"], box)]
-        optimizer.zero_grad()
-        backward(amp, sum(terms), optimizer)
-        clip_grad_norm_(amp.master_params(optimizer), 0.5)
-        optimizer.step()
-        losses.append(sum(terms).item())
+        loss = F.binary_cross_entropy_with_logits(found["mask"], mask) + F.smooth_l1_loss(found["box"], box)
+        losses.append(step(amp, loss, optimizer, clip=0.5))
     return losses
 
 
@@ -234,14 +230,14 @@ def tasks_with_scalers_of_their_own(amp, level):
     optimizer.zero_grad()
     optimizer.step()
     losses, both = [], {}
-    for step in range(64):
-        task = ("mlm", "itm")[step // 2 % 2]
+    for index in range(64):
+        task = ("mlm", "itm")[index // 2 % 2]
         ids = (torch.randint(12, (8, 1)) + 5 * torch.arange(6)) % 12
         masked = torch.zeros_like(ids, dtype=torch.bool)
         masked[:, 3] = True
         batch = {"input_ids": ids.masked_fill(masked, 0), "masked": masked, "labels": ids, "matches": ids[:, 0] % 2}
         loss = model(batch, task).mean()
-        delay_unscale = (step + 1) % 2 != 0
+        delay_unscale = (index + 1) % 2 != 0
         with amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale, loss_id=scalers[task]) as scaled_loss:
             scaled_loss.backward()
             if not delay_unscale:
@@ -253,7 +249,7 @@ def tasks_with_scalers_of_their_own(amp, level):
         both[task] = loss.item()
         if not delay_unscale:
             for group in optimizer.param_groups:
-                group["lr"] = 1e-2 * min(1, (step + 1) / 8)
+                group["lr"] = 1e-2 * min(1, (index + 1) / 8)
             clip_grad_norm_(amp.master_params(optimizer), 0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -313,10 +309,7 @@ def windows_of_ones_own(amp, level):
     for _ in range(30):
         x = torch.randn(8, 10, 4)
         loss = F.mse_loss(model(x), (F.pad(x, (0, 0, 2, 0))[:, :-2] + x) / 2)
-        optimizer.zero_grad()
-        backward(amp, loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(step(amp, loss, optimizer))
     return losses
 
 

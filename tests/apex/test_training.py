@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import saved_and_loaded
+from loops import backward, initialized, iterate, scaler
 from torch import nn
 
 import ampkit
@@ -34,12 +35,8 @@ class Mixed(nn.Module):
 
 
 def initialize_mixed(amp, *args, **settings):
-    state = amp._amp_state
-    state.allow_incoming_model_not_fp32 = True
-    try:
-        return amp.initialize(*args, verbosity=0, cast_model_type=False, **settings)
-    finally:
-        state.allow_incoming_model_not_fp32 = False
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    return amp.initialize(*args, verbosity=0, cast_model_type=False, **settings)
 
 
 def zero(how, models, optimizers):
@@ -88,8 +85,7 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
     run = Run(two_optimizers)
     run.models, run.optimizers = initialize_mixed(amp, run.models, run.optimizers, opt_level=level, num_losses=scalers)
     for index, scale in zip(range(scalers), (4.0, 16.0)):
-        amp._amp_state.loss_scalers[index]._loss_scale = scale
-    clean = 0
+        scaler(index)._loss_scale = scale
     for iteration in range(2 if overflow is None else 3):
         zero(how, run.models, run.optimizers)
         for index, loss in enumerate(run.losses()):
@@ -97,22 +93,18 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
                 scaled.backward()
                 if overflow is not None and overflow[:2] == (iteration, index):
                     getattr(run.models[index], overflow[2]).grad[0] = float("inf")
+        masters = [param for optimizer in run.optimizers for param in amp.master_params(optimizer)]
         if overflow is None or iteration != overflow[0]:
-            actual = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
-            for gradient, reference in zip(actual, expected[clean]):
-                assert torch.equal(gradient.float(), reference)
-            clean += 1
+            assert all(torch.equal(p.grad.float(), exact) for p, exact in zip(masters, expected.pop(0), strict=True))
         for optimizer in run.optimizers:
             optimizer.step()
-    for actual, reference in zip(weights_of(run.models), weights_of(plain.models)):
-        assert torch.equal(actual, reference)
-    masters = [param for optimizer in run.optimizers for param in amp.master_params(optimizer)]
-    for param, master in zip((p for model in run.models for p in model.parameters()), masters):
+    assert all(map(torch.equal, weights_of(run.models), weights_of(plain.models)))
+    for param, master in zip((p for model in run.models for p in model.parameters()), masters, strict=True):
         assert torch.equal(param, master.to(param.dtype))
         assert master.dtype is (FLOAT if level == "O2" else param.dtype)
     if overflow is not None:
         hit = overflow[1] % scalers
-        assert amp._amp_state.loss_scalers[hit].loss_scale() == (4.0, 16.0)[hit] / 2
+        assert scaler(hit).loss_scale() == (4.0, 16.0)[hit] / 2
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -121,40 +113,40 @@ def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optim
 )
 def test_add_param_group(amp, level, how, zero_before_add, accumulate):
     def train(with_amp):
-        first, second = Mixed(1), Mixed(2)
+        first, second = models = Mixed(1), Mixed(2)
         optimizer = torch.optim.SGD([{"params": first.parameters(), "lr": 0.25}], momentum=0.125)
         if with_amp:
-            (first, second), optimizer = initialize_mixed(amp, [first, second], optimizer, opt_level=level)
-            amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+            _, optimizer = initialize_mixed(amp, list(models), optimizer, opt_level=level)
+            scaler()._loss_scale = 4.0
 
-        def backward(loss, **kwargs):
+        def pass_back(loss, **kwargs):
             if not with_amp:
                 return loss.backward(**kwargs)
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward(**kwargs)
 
-        x = torch.ones(2)
-        zero(how, (first, second), (optimizer,))
-        backward(first(x))
-        optimizer.step()
-        for add in (zero_before_add, not zero_before_add):
-            if add:
-                zero(how, (first, second), (optimizer,))
-            elif len(optimizer.param_groups) == 1:
-                optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
-        if len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
-        for _ in range(2):
-            zero(how, (first, second), (optimizer,))
-            loss = first(x) + second(x)
-            backward(loss, retain_graph=accumulate)
-            if accumulate:
-                backward(loss)
-            optimizer.step()
-        return weights_of((first, second))
+        def clear():
+            zero(how, models, [optimizer])
 
-    for found, reference in zip(train(with_amp=True), train(with_amp=False)):
-        assert torch.allclose(found, reference)
+        x = torch.ones(2)
+        clear()
+        pass_back(first(x))
+        optimizer.step()
+        if zero_before_add:
+            clear()
+        optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
+        if not zero_before_add:
+            clear()
+        for _ in range(2):
+            clear()
+            loss = first(x) + second(x)
+            pass_back(loss, retain_graph=accumulate)
+            if accumulate:
+                pass_back(loss)
+            optimizer.step()
+        return weights_of(models)
+
+    assert all(map(torch.allclose, train(with_amp=True), train(with_amp=False)))
 
 
 class Convolutional(nn.Module):
@@ -189,93 +181,75 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
 
     def prepare(model, optimizer):
         prepared = amp.initialize(model, optimizer, opt_level=level, num_losses=losses, verbosity=0)
-        for scaler in amp._amp_state.loss_scalers:
-            scaler._loss_scale = 128.0  # 2**16 is infinite in float16, in which the mean is computed at O1
+        for each in amp._amp_state.loss_scalers:
+            each._loss_scale = 128.0  # 2**16 is infinite in float16, in which the mean is computed at O1
         return prepared
 
     model, optimizer = prepare(*make())
     data = [torch.randn(4, 3, 6, 6) for _ in range(4)]
     for x in data[:2]:
         train_step(amp, model, optimizer, x, range(losses))
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-    assert all(value.dtype is not HALF for value in saved["model"].values())
-    saved = {key: saved_and_loaded(value) for key, value in saved.items()}
+    saved = saved_and_loaded([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+    assert all(value.dtype is not HALF for value in saved[0].values())
 
-    again, again_optimizer = make()
+    pair = make()
     if amp_before_load:
-        again, again_optimizer = prepare(again, again_optimizer)
-    again.load_state_dict(saved["model"])
-    again_optimizer.load_state_dict(saved["optimizer"])
+        pair = prepare(*pair)
+    for part, state in zip(pair, saved):
+        part.load_state_dict(state)
     if not amp_before_load:
-        again, again_optimizer = prepare(again, again_optimizer)
+        pair = prepare(*pair)
     for x in data[2:]:
         ours = train_step(amp, model, optimizer, x, range(losses))
-        theirs = train_step(amp, again, again_optimizer, x, range(losses))
+        theirs = train_step(amp, *pair, x, range(losses))
         # O3 has no float32 weights to save: the loaded values are the float16 ones.
         assert torch.allclose(ours.float(), theirs.float(), rtol=0 if level != "O3" else 1e-2)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
-    model = Convolutional()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=3, verbosity=0)
-    before = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-    for loss_id, times in enumerate((0, 1, 2)):
-        for _ in range(times):
-            train_step(amp, model, optimizer, torch.randn(2, 3, 6, 6) * 2**17, [loss_id])
-    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [b / 2**n for n, b in enumerate(before)]
+    model, optimizer = initialized(Convolutional(), lr=1e-3, opt_level=level, num_losses=3)
+    assert [scaler(index).loss_scale() for index in range(3)] == [65536.0] * 3
+    for loss_id in (1, 2, 2):
+        train_step(amp, model, optimizer, torch.randn(2, 3, 6, 6) * 2**17, [loss_id])
+    assert [scaler(index).loss_scale() for index in range(3)] == [65536.0, 32768.0, 16384.0]
     state = amp.state_dict()
     assert list(state) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
-    assert [entry["loss_scale"] for entry in state.values()] == [65536.0, 32768.0, 16384.0]
-    assert [entry["unskipped"] for entry in state.values()] == [0, 0, 0]
+    assert [list(entry.values()) for entry in state.values()] == [[65536.0, 0], [32768.0, 0], [16384.0, 0]]
 
 
 def test_negative_loss_ids_count_from_the_end(amp):
     """Apex indexed a list with loss ids."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=3, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum() / 64, optimizer, loss_id=-1) as scaled:
-        scaled.backward()
-    optimizer.step()
+    model, optimizer = initialized(nn.Linear(2, 1), opt_level="O2", num_losses=3)
+    iterate(model(torch.ones(1, 2)).sum() / 64, optimizer, loss_id=-1)
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 0, 1]
 
 
 def test_initialize_again_and_again(amp):
+    kept = []
     for level in ("O1", "O1", "O2", "O0", "O4", "O1", "O5", "O3"):  # without letting the former go
-        former = locals().get("current")
-        model = nn.Linear(4, 4)
-        current = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-        with amp.scale_loss(current[0](torch.randn(2, 4)).float().sum(), current[1]) as scaled:
-            scaled.backward()
-        current[1].step()
+        model, optimizer = initialized(nn.Linear(4, 4), opt_level=level)
+        kept.append((model, optimizer))
+        iterate(model(torch.randn(2, 4)).float().sum(), optimizer)
         assert len(amp._amp_state.loss_scalers) == 1 and amp._amp_state.opt_properties.opt_level == level
-    again = amp.initialize(*current, opt_level="O2", verbosity=0)  # the same ones
-    assert again[0].weight.dtype is HALF and former is not None
+    again = amp.initialize(*kept[-1], opt_level="O2", verbosity=0)  # the same ones
+    assert again[0].weight.dtype is HALF
 
 
 def test_optimizers_of_several_initialize_calls_share_a_loss(amp):
-    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
-    encoder, first = amp.initialize(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), verbosity=0)
-    decoder, second = amp.initialize(decoder, torch.optim.SGD(decoder.parameters(), lr=0.1), num_losses=2, verbosity=0)
-    for scaler, scale in zip(amp._amp_state.loss_scalers, (8.0, 16.0)):
-        scaler._loss_scale = scale
-    before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
-    for loss_id in (0, 1):
-        with amp.scale_loss(
-            decoder(encoder(torch.ones(2, 4))).float().mean(), [first, second], loss_id=loss_id
-        ) as scaled:
-            scaled.backward()
-    first.step()
-    second.step()
-    assert all(not torch.equal(now, then) for now, then in zip((encoder.weight, decoder.weight), before))
-    with amp.scale_loss(decoder(encoder(torch.full((2, 4), float("inf")))).float().mean(), [first, second]) as scaled:
-        scaled.backward()
-    before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
-    first.step()
-    second.step()
-    assert all(torch.equal(now, then) for now, then in zip((encoder.weight, decoder.weight), before))
+    (encoder, first), (decoder, second) = initialized(nn.Linear(4, 4)), initialized(nn.Linear(4, 1), num_losses=2)
+    scaler(0)._loss_scale, scaler(1)._loss_scale = 8.0, 16.0
+
+    def moved(x, *loss_ids):
+        before = [layer.weight.detach().clone() for layer in (encoder, decoder)]
+        for loss_id in loss_ids:
+            backward(decoder(encoder(x)).float().mean(), [first, second], loss_id=loss_id)
+        first.step()
+        second.step()
+        return [not torch.equal(layer.weight, then) for layer, then in zip((encoder, decoder), before)]
+
+    assert moved(torch.ones(2, 4), 0, 1) == [True, True]
+    assert moved(torch.full((2, 4), float("inf")), 0) == [False, False]
 
 
 def test_an_optimizer_wrapped_after_initialize_is_found(amp):
@@ -283,69 +257,59 @@ def test_an_optimizer_wrapped_after_initialize_is_found(amp):
         def __init__(self, optimizer):
             self.optim = optimizer
 
-        def step(self):
-            self.optim.step()
-
-    model = nn.Linear(4, 1)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
-    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
-    wrapped = Wrapper(optimizer)
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), wrapped) as scaled:
-        scaled.backward()
+    model, optimizer = initialized(nn.Linear(4, 1))
+    scaler()._loss_scale = 8.0
+    backward(model(torch.ones(2, 4)).float().sum(), Wrapper(optimizer))
     assert torch.allclose(model.weight.grad, torch.full((1, 4), 2.0))
-    wrapped.step()
+    optimizer.step()
+
+
+def first_api(amp, num_loss=None, **settings):
+    """A handle of ``amp.init``, and an iteration as scripts wrote it then: it returns how far the weights move."""
+    handle, model, x = amp.init(**settings), nn.Linear(4, 1), torch.ones(2, 4)
+    optimizer, scale_loss = torch.optim.SGD(model.parameters(), lr=0.5), handle.scale_loss
+    if num_loss is not None:
+        optimizer = handle.wrap_optimizer(optimizer, num_loss=num_loss)
+        scale_loss = lambda loss, optimizer: optimizer.scale_loss(loss)  # noqa: E731
+    else:
+        with handle.scale_loss(torch.ones(1), optimizer):  # makes the scaler
+            pass
+    for one in ampkit.current_session().scalers:
+        one.loss_scale = 8.0  # 2**16 is infinite in float16
+
+    def moved(*factors):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        for factor in factors:
+            with scale_loss(factor * model(x).float().mean(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        return before - model.weight.detach()
+
+    return handle, optimizer, moved
 
 
 def test_the_first_api_of_apex(amp, capsys):
-    handle = amp.init(loss_scale="dynamic")
-    model = nn.Linear(4, 1)
-    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
-    x = torch.ones(2, 4)
-    for scaler in ampkit.current_session().scalers:
-        scaler.loss_scale = 8.0  # 2**16 is infinite in float16
+    handle, optimizer, moved = first_api(amp, num_loss=2, loss_scale="dynamic")
     for _ in range(2):
-        before = model.weight.detach().clone()
-        optimizer.zero_grad()
-        for loss in (model(x).float().mean(), 2 * model(x).float().mean()):
-            with optimizer.scale_loss(loss) as scaled:
-                scaled.backward()
-        optimizer.step()
-        assert torch.allclose(before - model.weight, torch.full((1, 4), 1.5), rtol=1e-3)
+        assert torch.allclose(moved(1.0, 2.0), torch.full((1, 4), 1.5), rtol=1e-3)
     assert optimizer.param_groups[0]["lr"] == 0.5 and "state" in optimizer.state_dict()
-    before = model.weight.detach().clone()
-    for factor in (float("inf"), 1.0):
-        with optimizer.scale_loss(model(x).float().mean() * factor) as scaled:
+    assert torch.equal(moved(float("inf"), 1.0), torch.zeros(1, 4)) and "Gradient overflow" in capsys.readouterr().out
+    for _ in range(2):
+        with optimizer.scale_loss(torch.ones((), requires_grad=True)) as scaled:
             scaled.backward()
-    with pytest.raises(AssertionError), optimizer.scale_loss(model(x).float().mean()):
+    with pytest.raises(AssertionError), optimizer.scale_loss(torch.ones(())):
         pass
-    optimizer.step()
-    assert torch.equal(before, model.weight) and "Gradient overflow" in capsys.readouterr().out
     with pytest.raises(NotImplementedError):
         optimizer.step(lambda: None)
     handle._deactivate()
 
 
 def test_the_first_api_without_a_wrapped_optimizer(amp, capsys):
-    handle = amp.init()
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x = torch.ones(2, 4)
-
-    def iterate(*factors):
-        before = model.weight.detach().clone()
-        optimizer.zero_grad()
-        for factor in factors:
-            with handle.scale_loss(factor * model(x).float().mean(), optimizer) as scaled:
-                scaled.backward()
-        optimizer.step()
-        return before - model.weight.detach()
-
-    with handle.scale_loss(torch.ones(1), optimizer):  # makes the scaler
-        pass
-    ampkit.current_session().scalers[0].loss_scale = 8.0  # 2**16 is infinite in float16
-    assert torch.allclose(iterate(1.0, 2.0), torch.full((1, 4), 1.5), rtol=1e-3)
-    assert torch.equal(iterate(float("inf"), 1.0), torch.zeros(1, 4)) and "Gradient overflow" in capsys.readouterr().out
-    assert torch.allclose(iterate(1.0), torch.full((1, 4), 0.5), rtol=1e-3)
+    handle, optimizer, moved = first_api(amp)
+    assert torch.allclose(moved(1.0, 2.0), torch.full((1, 4), 1.5), rtol=1e-3)
+    assert torch.equal(moved(float("inf"), 1.0), torch.zeros(1, 4)) and "Gradient overflow" in capsys.readouterr().out
+    assert torch.allclose(moved(1.0), torch.full((1, 4), 0.5), rtol=1e-3)
     handle._deactivate()
     with handle.scale_loss(torch.ones(1), optimizer) as scaled:
         assert torch.equal(scaled, torch.ones(1))
@@ -370,25 +334,18 @@ def test_an_attack_scales_its_loss_without_optimizers(amp, level):
     model, x, target = nn.Linear(4, 3), torch.randn(8, 4), torch.arange(8) % 3
     twin = nn.Linear(4, 3).double()  # which O1 does not cast
     twin.load_state_dict(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=False)
-    scaler = amp._amp_state.loss_scalers[0]
+    plain, (model, optimizer) = torch.optim.SGD(twin.parameters(), lr=0.5), initialized(model, lr=0.5, opt_level=level)
     if level in ("O1", "O2"):
-        scaler._loss_scale = 128.0
-    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+        scaler()._loss_scale = 128.0
     for _ in range(3):
         attacked, wanted = x.clone().requires_grad_(), x.double().requires_grad_()
-        with amp.scale_loss(F.cross_entropy(model(attacked).float(), target), []) as scaled:
-            scaled.backward()
+        backward(F.cross_entropy(model(attacked).float(), target), [])
         F.cross_entropy(twin(wanted), target).backward()
-        assert torch.allclose(attacked.grad.double() / scaler.loss_scale(), wanted.grad, rtol=0.02, atol=1e-3)
+        assert torch.allclose(attacked.grad.double() / scaler().loss_scale(), wanted.grad, rtol=0.02, atol=1e-3)
         attacked = x + 0.1 * wanted.grad.sign().float()
-        optimizer.zero_grad()
+        iterate(F.cross_entropy(model(attacked).float(), target), optimizer)
         plain.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(attacked).float(), target), optimizer) as scaled:
-            scaled.backward()
         F.cross_entropy(twin(attacked.double()), target).backward()
-        optimizer.step()
         plain.step()
     assert torch.allclose(model.weight.double(), twin.weight, rtol=0.02, atol=2e-3)
     assert model.weight.dtype is (HALF if level in ("O2", "O3") else FLOAT)

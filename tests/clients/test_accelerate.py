@@ -23,54 +23,45 @@ accelerate = pytest.importorskip("accelerate", reason="`make clients` installs a
 ORDERS = ("prepare, initialize", "initialize, prepare", "initialize, attach, prepare")
 
 
-@pytest.fixture
-def accelerator():
-    """Return a factory of accelerators without the settings of another test, which live in classes."""
-
-    def make(**settings):
-        return accelerate.Accelerator(cpu=True, **settings)
-
-    forget_settings()
-    return make
-
-
-def forget_settings():
+def accelerator(**settings):
+    """Make an accelerator without the settings of another one, which live in classes."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True, **settings)
 
 
-def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0, born_in=torch.float32):
+def prepared(instance, level, order=ORDERS[0], optimizer="AdamW", seed=0, born_in=torch.float32):
     model = net_with_norm(seed=seed).to(born_in)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for deed in order.split(", "):
         if deed == "prepare":
-            model, optimizer = accelerator.prepare(model, optimizer)
+            model, optimizer = instance.prepare(model, optimizer)
         elif deed == "attach":
-            attach(accelerator)
+            attach(instance)
         else:
             model, optimizer = ampkit.initialize(model, optimizer, **settings_of(level))
     if "attach" not in order:
-        attach(accelerator)
+        attach(instance)
     return model, optimizer
 
 
-def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
+def trained(instance, model, optimizer, steps, spoiled=None, clip=None):
     """Train as `accelerate`'s pages write; of each step (weights, whether it was skipped, state of the loss scale)."""
     results = []
     for step in steps:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, step, spoiled))
-            if clip is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
+        with instance.accumulate(model):
+            instance.backward(loss_of(model, step, spoiled))
+            if clip is not None and instance.sync_gradients:
+                instance.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        results.append((values(model), accelerator.optimizer_step_was_skipped, ampkit.state_dict()))
+        results.append((values(model), instance.optimizer_step_was_skipped, ampkit.state_dict()))
     return results
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
+def test_accelerates_loop_does_what_a_loop_does(level, optimizer):
     spoiled = spoiled_at(level, 2)
     expected = trained_by_hand(level, optimizer, spoiled)
     for order in ORDERS:
@@ -89,7 +80,7 @@ def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O1", "O2"))
-def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer, accelerator):
+def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer):
     expected = trained_by_hand(level, optimizer, spoiled=4, accumulate=3, clip=0.1, delays=True)
     instance = accelerator(gradient_accumulation_steps=3)
     model, wrapped = prepared(instance, level, optimizer=optimizer)
@@ -103,7 +94,7 @@ def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer
 
 @pytest.mark.parametrize("by", ("norm", "value"))
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
-def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
+def test_gradients_are_clipped_as_in_float32(level, by):
     one = accelerator()
     model, optimizer = prepared(one, level)
     one.backward(loss_of(model, 0))
@@ -117,7 +108,7 @@ def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
 
 @pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path):
+def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, tmp_path):
     spoiled = spoiled_at(level, 1)
     instance = accelerator()
     model, optimizer = prepared(instance, level, born_in=born_in)
@@ -131,20 +122,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path
     assert_same_steps(trained(instance, model, optimizer, range(4, 6)), expected)
 
 
-def test_a_precision_that_an_earlier_trainer_left_in_the_environment_is_named(accelerator, monkeypatch):
+def test_a_precision_that_an_earlier_trainer_left_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     model = ampkit.initialize(net_with_norm(), opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.ConfigurationError, match="ACCELERATE_MIXED_PRECISION=bf16 stands in the environment"):
         attach(accelerator())
-    forget_settings()
     attach(accelerator(mixed_precision="no"))
     assert model is not None  # or its session would have ended
 
 
-def test_what_cannot_go_together_is_refused(accelerator):
+def test_what_cannot_go_together_is_refused():
     with pytest.raises(ampkit.NotInitializedError, match="called before"):
         attach(accelerator())
-    forget_settings()
     one = accelerator(mixed_precision="bf16")
     model = ampkit.initialize(net_with_norm(), opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.ConfigurationError, match="mixed_precision='bf16'"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from beside_float32 import LEVELS, assert_as_close_to_float32_as_autocast, initialize, region, train
-from helpers import others_slow
+from helpers import iterate, others_slow
 
 import ampkit
 
@@ -47,11 +47,7 @@ T5 = dict(
     decoder_start_token_id=0,
 )
 WHISPER = dict(
-    num_mel_bins=16,
-    max_source_positions=16,
-    max_target_positions=16,
-    suppress_tokens=None,
-    begin_suppress_tokens=None,
+    num_mel_bins=16, max_source_positions=16, max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None
 )
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
@@ -202,9 +198,7 @@ ARCHITECTURES = {
     "Mistral": Architecture("MistralForCausalLM", {**GROUPED, "sliding_window": 6}, next_token),
     "Mixtral": Architecture("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, next_token_of_experts),
     "Gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
-        next_token,
+        "Gemma2ForCausalLM", {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6}, next_token
     ),
     "Qwen2": Architecture("Qwen2ForCausalLM", GROUPED, next_token),
     "GPT2": Architecture(
@@ -219,9 +213,7 @@ ARCHITECTURES = {
     "BLOOM": Architecture("BloomForCausalLM", {**OLDER_DECODER, "hidden_size": 32}, padded_next_token),
     "Phi": Architecture("PhiForCausalLM", DECODER, next_token),
     "Mamba": Architecture(
-        "MambaForCausalLM",
-        dict(hidden_size=32, state_size=4, num_hidden_layers=2, **WORDS),
-        next_token,
+        "MambaForCausalLM", dict(hidden_size=32, state_size=4, num_hidden_layers=2, **WORDS), next_token
     ),
     "BERT": Architecture("BertForMaskedLM", TEXT_ENCODER, padded_masked_tokens),
     "DeBERTa-v2": Architecture("DebertaV2ForMaskedLM", {**TEXT_ENCODER, **DEBERTA}, padded_masked_tokens),
@@ -252,6 +244,40 @@ def make(row):
 
 def loss_of(model, batch):
     return model(**batch).loss
+
+
+TOKENS = torch.randint(0, VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
+
+
+def first_and_last_loss(name, how):
+    """Take 100 steps of AdamW from the same bfloat16 weights: at a level, in plain bfloat16, or in plain float32."""
+    torch.manual_seed(0)
+    cls, settings, *_ = ARCHITECTURES[name]
+    cls = getattr(transformers, cls)
+    model = cls._from_config(cls.config_class(**settings), torch_dtype=torch.bfloat16).train()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    if how == "float32":
+        model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    with ampkit.session(model, optimizer, how if how in LEVELS else "O0", enabled=how in LEVELS, verbosity=0):
+        losses = [iterate(lambda: model(input_ids=TOKENS, labels=TOKENS).loss, optimizer) for _ in range(100)]
+    assert {p.dtype for p in model.parameters()} == {torch.float32 if how == "float32" else torch.bfloat16}
+    return losses[0], losses[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
+@pytest.mark.parametrize("name", ("Llama", "BERT"))
+def test_weights_born_in_bfloat16_learn_what_float32_learns_and_plain_bfloat16_forgets(name):
+    """As ``from_pretrained`` loads checkpoints; fine-tuned at a small rate."""
+    first, last = first_and_last_loss(name, "float32")
+    learned = first - last
+    assert learned > 0.02 * first  # else a model that learns nothing would be within 2 percent, too
+    for level in ("O2", "O5"):
+        _, reached = first_and_last_loss(name, level)
+        assert reached == pytest.approx(last, rel=0.02)
+        assert abs(reached - last) < 0.05 * learned
+    start, end = first_and_last_loss(name, "bfloat16")
+    assert start - end < 0.5 * learned
 
 
 @pytest.mark.parametrize("architecture", others_slow("BERT", "Mixtral", of=ARCHITECTURES))

@@ -1,4 +1,4 @@
-"""Lightning's own loop with `AmpkitPrecision`, judged by a loop written by hand with `scale_loss`, and by float32."""
+"""Lightning's loop with `AmpkitPrecision`, and Fabric with `AmpkitFabricPrecision`, judged by a loop by hand, and by float32."""
 
 import importlib.util
 import warnings
@@ -10,10 +10,12 @@ from by_hand import (
     STEPS,
     assert_clipped_as_in_float32,
     assert_equal,
+    assert_same_steps,
     loss_of,
     settings_of,
     spoiled_at,
     trained_by_hand,
+    values,
 )
 from helpers import backward, net_with_norm, random_batch
 from torch.nn import functional as F
@@ -192,3 +194,47 @@ def test_an_optimizer_that_evaluates_again_gets_its_closure(lightning, tmp_path)
     module.make_optimizer = lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4)
     lightning.trainer(tmp_path, 3, lightning.AmpkitPrecision(**settings_of("O5"))).fit(module, batches(1), batches(1))
     assert module.norms[-1] < 0.95 * loss_of(net_with_norm(), 0).item()
+
+
+# Fabric
+
+
+@pytest.fixture(scope="module")
+def Fabric():
+    """Import Lightning before a test begins: it replaces torch.compile by a function of its own."""
+    for adapter in ("fabric", "lightning"):
+        importlib.import_module(f"ampkit.integrations.{adapter}")
+    return importlib.import_module("lightning.fabric").Fabric
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_fabric_does_what_a_loop_does(level, Fabric):
+    def clip(optimizer, norm):
+        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), norm)
+
+    spoiled = spoiled_at(level, 3)
+    expected = trained_by_hand(level, spoiled=spoiled, clip=0.1, clip_by=clip)
+    precision = ampkit.integrations.fabric.AmpkitFabricPrecision()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
+    bare = net_with_norm()
+    bare, inner = ampkit.initialize(bare, OPTIMIZERS["AdamW"](bare.parameters()), **settings_of(level))
+    model, optimizer = fabric.setup(bare, inner)
+    results = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step, spoiled))
+        fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
+        optimizer.step()
+        results.append((values(bare), ampkit.step_was_skipped(inner), ampkit.state_dict()))
+    assert_same_steps(results, expected)
+    assert [skipped for _, skipped, _ in results] == [step == spoiled for step in range(STEPS)]
+
+
+def test_fabric_without_a_session_and_the_trainers_plugin_are_refused(Fabric):
+    plugins = ampkit.integrations.fabric.AmpkitFabricPrecision(), ampkit.integrations.lightning.AmpkitPrecision("O1")
+    for plugin, word in zip(plugins, ("before ampkit.initialize", "For Fabric use")):
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        net = net_with_norm()
+        model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises(ampkit.NotInitializedError, match=word):
+            fabric.backward(model(random_batch()[0]).sum())

@@ -66,8 +66,10 @@ def trainer(folder, level, model=None, spoiled=None, **arguments):
     return made
 
 
-def by_hand(level, twin, spoiled=None, accumulate=1):
+def by_hand(folder, level, spoiled=None, accumulate=1, **arguments):
     """Train by hand with the model and the optimizer of a Trainer; returns (weights, state of the loss scale)."""
+    arguments = transformers.TrainingArguments(folder, use_cpu=True, learning_rate=0.01, **arguments)
+    twin = transformers.Trainer(WithLoss(), arguments)
 
     def loss_of(model, step, spoiled):
         batch = rows(spoiled)[step * ROWS : (step + 1) * ROWS]
@@ -82,15 +84,13 @@ def by_hand(level, twin, spoiled=None, accumulate=1):
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
     spoiled = spoiled_at(level, 2)
-    plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
-    expected, state = by_hand(level, plain, spoiled, accumulate)
+    expected, state = by_hand(tmp_path, level, spoiled, accumulate)
     run = trainer(tmp_path, level, None, spoiled, gradient_accumulation_steps=accumulate, max_steps=STEPS // accumulate)
     run.train()
     assert_equal(run.model.state_dict(), expected)
     assert ampkit.state_dict() == state
-    assert run.lr_scheduler.last_epoch == STEPS // accumulate - (
-        spoiled is not None
-    )  # it waits where a step is skipped
+    skipped = spoiled is not None  # where the scheduler waits
+    assert run.lr_scheduler.last_epoch == STEPS // accumulate - skipped
     if spoiled is not None and accumulate == 1:
         assert run.scales == [256, 256, 256, 128, 128, 128]
         assert state["loss_scaler0"]["loss_scale"] == 256.0  # after three clean ones
@@ -147,21 +147,16 @@ def test_a_trainer_that_casts_by_itself_is_refused(tmp_path, monkeypatch):
     assert ampkit.current_session() is None
 
 
-# transformers 5 knows no apex.
-OPTIMIZERS = (
-    *(["adamw_apex_fused"] if transformers.__version__.startswith("4.") else []),
-    "adamw_torch_fused",
-    "adafactor",
-    "sgd",
-)
+OPTIMIZERS = ["adamw_torch_fused", "adafactor", "sgd"]
+if transformers.__version__.startswith("4."):  # transformers 5 knows no apex
+    OPTIMIZERS.append("adamw_apex_fused")
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
     ampkit.apex.install()
     try:
-        arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01, optim=optim)
-        expected, _ = by_hand("O2", transformers.Trainer(WithLoss(), arguments))
+        expected, _ = by_hand(tmp_path, "O2", optim=optim)
         run = trainer(tmp_path, "O2", optim=optim)
         run.train()
     finally:
@@ -171,8 +166,7 @@ def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
 
 @pytest.mark.parametrize("left", ("bf16", "fp16"))
 def test_what_an_earlier_trainer_left_in_the_environment_is_not_meant(left, tmp_path, monkeypatch, caplog):
-    plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
-    expected, _ = by_hand("O1", plain)
+    expected, _ = by_hand(tmp_path, "O1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", left)
     run = trainer(tmp_path, "O1")
     assert f"ACCELERATE_MIXED_PRECISION={left} stands in the environment" in caplog.text
@@ -202,9 +196,8 @@ def test_a_mixin_behind_the_trainer_is_refused(bases):
     with pytest.raises(ampkit.ConfigurationError, match=rf"class Mine\(AmpkitMixin, {bases[0].__name__}\)"):
         type("Mine", bases, {})
     type("Mine", (Logs, *reversed(bases)), {})
-    type(
-        "Mine", (OwnTrainer, type("Inner", (AmpkitMixin, transformers.Trainer), {})), {}
-    )  # its super() goes on to the mixin
+    inner = type("Inner", (AmpkitMixin, transformers.Trainer), {})
+    type("Mine", (OwnTrainer, inner), {})  # its super() goes on to the mixin
 
 
 # `make clients` puts it there.
