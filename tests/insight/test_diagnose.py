@@ -20,12 +20,6 @@ from ampkit.insight.diagnose import diagnose
 SGD, FP16 = torch.optim.SGD, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
-
-
 def trained(model, level, **settings):
     settings["cast_model_type" if level == "O2" else "patch_torch_functions_type"] = FP16
     return initialize_quietly(model, lambda params: SGD(params, 0.125), level, **settings)

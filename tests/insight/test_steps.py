@@ -18,12 +18,6 @@ MAKERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
-
-
 class Line(nn.Module):
     """A model whose gradients are its inputs: exact in every precision."""
 
