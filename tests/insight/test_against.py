@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,12 +64,11 @@ def test_a_cancellation_is_the_worst_line_and_the_errors_are_those_of_two_runs(l
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
 def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), level)
+    model, optimizer = initialize_quietly(model, torch.optim.Adam, level)
     x, target = torch.randn(8, 16), torch.arange(8) % 4
 
     def iteration():
-        with ampkit.scale_loss(F.cross_entropy(model(x), target), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(F.cross_entropy(model(x), target), optimizer)
 
     found = ampkit.diagnose(iteration, against="fp32")
     assert not found and 0 < found.loss < 0.01 and 0 < found.gradient < 0.03
@@ -80,13 +79,12 @@ def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
 @pytest.mark.parametrize("make, shape", [(nn.Linear, (64, 8)), (partial(nn.Conv1d, kernel_size=1), (64, 8, 4))])
 def test_the_culprit_is_the_norm_that_takes_away_the_mean_and_not_a_bias_whose_gradient_is_0(make, shape):
     model = nn.Sequential(make(8, 16), nn.BatchNorm1d(16), nn.ReLU())
-    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), "O5")
+    model, optimizer = initialize_quietly(model, torch.optim.Adam, "O5")
     x = torch.randn(shape) + 100
 
     def iteration():
         loss = model(x).float().square().sum(1).mean()
-        with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
 
     rows = ampkit.diagnose(iteration, against="fp32").rows
     assert [row.function for row in rows if not row.backward] == ["torch.nn.functional.batch_norm"]

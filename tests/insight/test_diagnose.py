@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -31,11 +31,6 @@ def filled(layer, weight, bias=0.0):
         if layer.bias is not None:
             layer.bias.fill_(bias)
     return layer
-
-
-def scaled_backward(loss, optimizer):
-    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
 
 
 def leaf(*values, dtype=torch.float32):
@@ -94,7 +89,7 @@ def exp_beyond_float32(x):
 def a_square_in_float16(layer, optimizer):
     y = layer(torch.ones(2, 4) * 3)
     norm = (y * y).float().mean(-1).sqrt()  # here
-    scaled_backward(norm.mean(), optimizer)
+    backward(norm.mean(), optimizer)
 
 
 def two_layers():
@@ -110,13 +105,13 @@ LINEAR = "torch.nn.functional.linear"
 def a_matrix_product_beyond_float16(model, optimizer):
     loss = model(torch.ones(2, 4)).mean()  # here
     model(torch.ones(2, 4))
-    scaled_backward(loss / 1e6, optimizer)
+    backward(loss / 1e6, optimizer)
 
 
 @case(layer_of(1, 2, 70000.0), OVERFLOW, LINEAR, "max |input| = 7e+04", f'policy={{"{LINEAR}": "fp32"}}')
 def a_weight_beyond_float16(layer, optimizer):
     y = layer(torch.full((2, 1), 1e-3))  # here
-    scaled_backward(y.mean(), optimizer)
+    backward(y.mean(), optimizer)
 
 
 @case(lambda: [filled(nn.Linear(4, 2), 200.0)], OVERFLOW, LINEAR, "linear needs 8e+04", "in float32: finite")
@@ -218,7 +213,7 @@ def a_running_variance_beyond_float32(model):  # the loss and the gradients are 
 def an_early_epsilon_that_float16_rounds_to_zero(layer, optimizer):
     y = layer(torch.zeros(1, 1))
     y = y / (y.abs() + 1e-9)  # here
-    scaled_backward(y.float().sum(), optimizer)
+    backward(y.float().sum(), optimizer)
 
 
 @case(layer_of(1, 1, 1.0), SCALE, "mul", "6.554e+38, float32 ends at 3.4e+38", "harmless: finite at 32768")
@@ -301,7 +296,7 @@ def in_a_function_of_the_script(x):
 )
 def a_harmless_overflow(layer, optimizer):
     y = layer(torch.ones(1, 4))
-    scaled_backward(y.float().sum(), optimizer)  # here
+    backward(y.float().sum(), optimizer)  # here
 
 
 @case(
@@ -310,7 +305,7 @@ def a_harmless_overflow(layer, optimizer):
 )
 def a_harmless_overflow_eight_steps_off(layer, optimizer):
     y = layer(torch.ones(1, 4))  # here
-    scaled_backward(y.sum() * 200, optimizer)
+    backward(y.sum() * 200, optimizer)
 
 
 @case(
@@ -319,7 +314,7 @@ def a_harmless_overflow_eight_steps_off(layer, optimizer):
 )
 def a_static_scale(layer, optimizer):
     y = layer(torch.ones(1, 4))
-    scaled_backward(y.float().sum(), optimizer)  # here
+    backward(y.float().sum(), optimizer)  # here
 
 
 @case(
@@ -343,7 +338,7 @@ def a_grad_scaler(layer, scaler):
 def an_overflow_at_any_scale(layer, optimizer, x, factor):
     y = layer(torch.ones(1, 1)).float().sum() * 0
     narrow = x * factor  # here
-    scaled_backward((narrow * factor).float().sum() + y, optimizer)
+    backward((narrow * factor).float().sum() + y, optimizer)
 
 
 def marked_line(run):
@@ -367,7 +362,7 @@ def test_the_culprit_is_found_with_its_kind_and_cure(run, given, kind, backward,
 
 
 def healthy(layer, optimizer):
-    scaled_backward(layer(torch.ones(2, 4)).float().mean(), optimizer)
+    backward(layer(torch.ones(2, 4)).float().mean(), optimizer)
 
 
 def a_mask_of_inf(scores):
@@ -472,7 +467,7 @@ def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
         def iteration(scale=1.0):
             optimizer.zero_grad()
             loss = model(torch.randn(3, 4) * random.random()).square().sum() * scale
-            scaled_backward(loss, optimizer)
+            backward(loss, optimizer)
             if scale == 2:
                 raise KeyError("of the script")
             ampkit.clip_grad_norm_(optimizer, 1.0)
@@ -508,7 +503,7 @@ def test_a_cure_that_is_named_cures_when_it_is_done():
         model, optimizer = trained(model, "O1", loss_scale=1.0, **settings)
 
         def iteration():
-            scaled_backward(model(torch.full((2, 4), 3.0)), optimizer)
+            backward(model(torch.full((2, 4), 3.0)), optimizer)
 
         return model, iteration
 
@@ -542,7 +537,7 @@ def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with
 
     def skip(times):
         for _ in range(times):
-            scaled_backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
+            backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
             optimizer.step()
 
     skip(26)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, initialize_quietly
+from helpers import ROOT, backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import linear as bound_early
@@ -28,11 +28,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 def initialized(model, level, **settings):
     settings.setdefault("patch_torch_functions_type" if level == "O1" else "cast_model_type", BF16)
     return initialize_quietly(model, lambda params: torch.optim.SGD(params, 0.125), level, **settings)
-
-
-def backward(loss, optimizer):
-    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
 
 
 def rows_here(record, case, phase="forward"):
