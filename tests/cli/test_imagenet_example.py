@@ -312,19 +312,19 @@ def test_checkpoint_that_cannot_be_continued_says_why(example, train, tmp_path):
 
 
 def test_folder_without_the_data_says_what_was_expected(example, digits, tmp_path):
-    def found(words):
+    def refused(words):
         with pytest.raises(example["data"].DataFolderError, match=words):
             example["data"].open_folder(tmp_path, "none", 32, 0)
 
     (tmp_path / "train").mkdir()
-    found(r"found a folder with train at .* expected .*val")
+    refused(r"found a folder with train at .* expected .*val")
     (tmp_path / "train" / "0").mkdir()
     (tmp_path / "val" / "0").mkdir(parents=True)
-    found("without images")
+    refused("without images")
     shutil.rmtree(tmp_path / "train"), shutil.rmtree(tmp_path / "val")
     (tmp_path / "train").symlink_to(digits["whole"] / "train")
     (tmp_path / "val").symlink_to(digits["few"] / "val")
-    found(r"10 classes in .* and 4 in .* Only in one of them: 4, 5, 6")
+    refused(r"10 classes in .* and 4 in .* Only in one of them: 4, 5, 6")
 
 
 def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):

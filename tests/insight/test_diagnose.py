@@ -52,11 +52,11 @@ IN_FLOAT32_TOO = "float32 fails too: the model, not the precision"
 CASES = []
 
 
-def case(given, kind, function, evidence, cure=IN_FLOAT32_TOO, backward=False):
-    """Decorate an iteration, called with a tensor or several, or with what ``given`` returns: the expected kind of its culprit, its
-    function, words of the evidence and of the first cure, and whether it comes in the backward pass.
+def case(inputs, kind, function, evidence, cure=IN_FLOAT32_TOO, backward=False):
+    """Decorate an iteration, called with a tensor or several, or with what ``inputs`` returns: the expected kind of its culprit,
+    its function, words of the evidence and of the first cure, and whether it comes in the backward pass.
     """
-    arguments = given if callable(given) else lambda: given if isinstance(given, tuple) else (given,)
+    arguments = inputs if callable(inputs) else lambda: inputs if isinstance(inputs, tuple) else (inputs,)
 
     def add(run):
         CASES.append(pytest.param(run, arguments, kind, backward, function, evidence, cure, id=run.__name__))
