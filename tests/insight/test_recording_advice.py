@@ -69,25 +69,30 @@ def integers_that_are_read():
 # Float64 is made before the line, which computes in it.
 
 
-@case("matmul computes in float64", FLOAT64, lambda: [nn.Parameter(torch.randn(64, 64))])
-def a_penalty_in_float64(weight):
+@case("matmul computes in float64", FLOAT64, lambda: [nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64).double()])
+def a_penalty_in_float64(weight, gradient):
     wide = weight.double()
-    (wide @ wide.T).backward(torch.ones(64, 64).double())  # here
+    (wide @ wide.T).backward(gradient)  # here
 
 
-@case("linear computes in float64", FLOAT64, lambda: [nn.Linear(64, 64).double(), torch.randn(8, 64).double()])
-def a_model_in_float64(model, x):
-    model(x).backward(torch.ones_like(x))  # here
+@case(
+    *("linear computes in float64", FLOAT64),
+    lambda: [nn.Linear(64, 64).double(), torch.randn(8, 64).double(), torch.ones(8, 64).double()],
+)
+def a_model_in_float64(model, x, gradient):
+    model(x).backward(gradient)  # here
 
 
-@case("mul computes in float64", FLOAT64, lambda: [torch.linspace(0, 1, 64, dtype=torch.float64)])
-def positions_in_float64(positions):
-    torch.randn(64, 64) * positions  # here
+@case("mul computes in float64", FLOAT64, lambda: [torch.randn(64, 64), torch.linspace(0, 1, 64, dtype=torch.float64)])
+def positions_in_float64(weight, positions):
+    weight * positions  # here
 
 
-@case("every matrix product computes in float32 or float64", AT_O1, lambda: [torch.randn(64, 64)])
-def products_in_float32_and_in_float64(x):
-    wide = x.double()
+@case(
+    *("every matrix product computes in float32 or float64", AT_O1),
+    lambda: [torch.randn(64, 64), torch.randn(64, 64).double()],
+)
+def products_in_float32_and_in_float64(x, wide):
     return x @ x, wide @ wide
 
 
