@@ -1,7 +1,7 @@
 """Writes the drawings of docs/how-it-works.md, each for light and for dark pages: ``python docs/make_drawings.py``.
 
-A drawing is a column 460 units wide, so that a screen of 390 pixels shows its words at ten pixels. ``tests/docs/test_drawings.py``
-keeps the files current.
+A drawing is a column 460 units wide, so that a screen of 390 pixels shows its words at ten pixels.
+``tests/docs/test_generated_pages.py`` keeps the files current.
 """
 
 from __future__ import annotations

@@ -32,6 +32,13 @@ from ampkit.casting.engine import Casting
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def python(*arguments: Any, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python with these arguments; it imports this checkout from any folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
 def others_slow(*chosen, of: Iterable) -> list:
     """The values of a parameter: those ``chosen`` for `make test`, and the others, which `make test-all` takes too."""
     values = [(value, value if isinstance(value, tuple) else (value,)) for value in of]

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import backward
 from torch import nn
 
 import ampkit
@@ -61,9 +62,9 @@ def as_safetensors(folder):
 
 
 def as_shards(folder):
-    parts = list(state().items())
     for number in (1, 2):
-        write_safetensors(dict(parts[number - 1 :: 2]), folder / f"model-0000{number}-of-00002.safetensors")
+        part = dict(list(state().items())[number - 1 :: 2])
+        write_safetensors(part, folder / f"model-0000{number}-of-00002.safetensors")
     return folder
 
 
@@ -101,8 +102,7 @@ def test_what_a_level_saves_has_lost_nothing(level, check, tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     optimizer = torch.optim.AdamW(model.parameters())
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    with ampkit.scale_loss(model(torch.randn(2, 4)).float().pow(3).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.randn(2, 4)).float().pow(3).mean(), optimizer)
     optimizer.step()
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
     torch.save(saved, tmp_path / "all.pt")

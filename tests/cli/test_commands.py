@@ -2,12 +2,11 @@
 
 import importlib
 import shlex
-import subprocess
 import sys
 import tomllib
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python
 
 from ampkit import __main__ as command_line
 from ampkit.__main__ import COMMANDS, main
@@ -34,22 +33,17 @@ def test_the_install_makes_a_command_of_it():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command, capsys):
+def test_help_has_an_example_that_runs(command, capsys):
     with pytest.raises(SystemExit) as exited:
         main([command, "--help"])
     assert exited.value.code == 0
     example = importlib.import_module(COMMANDS[command][1]).EXAMPLE
     assert f"  {example}\n" in capsys.readouterr().out and example.startswith(f"ampkit {command}")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_example_runs(command):
-    _, *arguments = shlex.split(importlib.import_module(COMMANDS[command][1]).EXAMPLE)
-    done = subprocess.run([sys.executable, "-m", "ampkit", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", *shlex.split(example))
     assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
 
 
-def test_a_row_is_a_command_whose_module_is_imported_when_it_is_called(tmp_path, monkeypatch, capsys):
+def test_a_command_is_imported_when_it_is_called(tmp_path, monkeypatch, capsys):
     (tmp_path / "a_command.py").write_text(
         "EXAMPLE = 'ampkit greet you'\n\n"
         "def add_arguments(parser):\n    parser.add_argument('name')\n\n"
@@ -59,6 +53,5 @@ def test_a_row_is_a_command_whose_module_is_imported_when_it_is_called(tmp_path,
     monkeypatch.setattr(command_line, "COMMANDS", {**COMMANDS, "greet": ("say hello", "a_command")})
     assert main([]) == 0 and "say hello" in capsys.readouterr().out
     assert "a_command" not in sys.modules
-    assert main(["greet", "you"]) == 5
-    assert capsys.readouterr().out == "hello you\n"
+    assert main(["greet", "you"]) == 5 and capsys.readouterr().out == "hello you\n"
     del sys.modules["a_command"]

@@ -1,12 +1,11 @@
 """The demo: what it asks for, what it concludes from the metrics of its runs, and one short run of it all."""
 
-import os
 import re
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python
 
 EXAMPLE = ROOT / "examples" / "imagenet"
 for package in ("torchvision", "matplotlib", "sklearn"):
@@ -27,85 +26,37 @@ def demo(monkeypatch):
 
 def rows(losses, images_per_s=100.0, top1=98.5, peak=2**30):
     """A metrics file of a training loss at each iteration, slow at first, and two validations."""
-    common = {"peak_memory_bytes": peak}
     train = [
-        {"phase": "train", "iteration": i + 1, "loss": loss, "images_per_s": 1.0 if i < 5 else images_per_s, **common}
+        {"iteration": i + 1, "loss": loss, "images_per_s": 1.0 if i < 5 else images_per_s, "peak_memory_bytes": peak}
         for i, loss in enumerate(losses)
     ]
-    val = {
-        "phase": "val",
-        "iteration": len(losses),
-        "loss": 0.1,
-        "images_per_s": None,
-        "peak_memory_bytes": peak + 2**20,
-    }
-    return [*train, {**val, "top1": 10.0}, {**val, "top1": top1}]
+    val = {"iteration": len(losses), "loss": 0.1, "images_per_s": None, "peak_memory_bytes": peak + 2**20}
+    return [
+        *({"phase": "train", **row} for row in train),
+        *({"phase": "val", **val, "top1": one} for one in (10.0, top1)),
+    ]
 
 
 LOSSES = [2.0, 1.5, 1.0, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
-def test_summary_leaves_the_warm_up_out_and_takes_the_last_validation(demo):
-    assert demo.summarise(rows(LOSSES, images_per_s=80.0, top1=98.5)) == {
-        "images_per_s": 80.0,
-        "peak_memory_bytes": 2**30 + 2**20,
-        "top1": 98.5,
-    }
-
-
-def test_table_compares_with_o0(demo):
-    summaries = {
-        "O0": {"images_per_s": 100.0, "peak_memory_bytes": 2**30, "top1": 98.5},
-        "O1": {"images_per_s": 150.0, "peak_memory_bytes": 2**29, "top1": 97.25},
-    }
-    assert [line.split() for line in demo.table(summaries, ()).splitlines()] == [
-        ["level", "images/s", "speed-up", "peak", "memory", "val", "top-1"],
-        ["O0", "100.0", "1.00x", "1,024", "MiB", "98.50%"],
-        ["O1", "150.0", "1.50x", "512", "MiB", "97.25%"],
-    ]
-    # The accuracy after a few iterations says nothing.
-    assert demo.table(summaries, ("O1",)).splitlines()[2].split()[-1] == "-"
-
-
-def test_largest_difference_is_relative_to_o0_over_the_iterations_of_both(demo):
-    runs = {"O0": rows([2.0, 1.0, 0.5]), "O1": rows([2.1, 0.9])}
-    assert demo.largest_difference(runs) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
-    "native, speed_up, words",
+    "gpu, flags, speed_up, words",
     [
-        (False, 0.5, "this CPU has no bfloat16 instructions"),
-        (None, 0.5, "could not be found out"),
-        (None, 1.5, None),
-        (True, 0.5, None),
+        (False, "fpu avx2", 0.5, "this CPU has no bfloat16 instructions"),
+        (False, None, 0.5, "could not be found out"),
+        (False, None, 1.5, None),
+        *((False, flags, 0.5, None) for flags in ("fpu avx512_bf16", "amx_bf16 x", "fp bf16")),
+        (True, "fpu avx2", 0.5, None),
     ],
 )
-def test_note_on_processors_without_bfloat16(demo, monkeypatch, native, speed_up, words):
-    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(demo, "cpu_has_bfloat16", lambda: native)
+def test_a_processor_without_bfloat16_instructions_is_noted(demo, monkeypatch, tmp_path, gpu, flags, speed_up, words):
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    monkeypatch.setattr(demo, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: gpu)
     note = demo.precision_note(speed_up)
     assert note == "" if words is None else words in note
-
-
-def test_gpus_need_no_note(demo, monkeypatch):
-    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: True)
-    assert demo.precision_note(0.5) == ""
-
-
-@pytest.mark.parametrize(
-    "flags, has",
-    [("fpu avx2", False), ("fpu avx512_bf16", True), ("amx_bf16 x", True), ("fp bf16", True), (None, None)],
-)
-def test_bfloat16_instructions_are_found_among_the_flags_of_the_processor(demo, monkeypatch, flags, has):
-    def read_text(path):
-        assert str(path) == "/proc/cpuinfo"
-        if flags is None:
-            raise FileNotFoundError(path)
-        return f"flags\t\t: {flags}\n"
-
-    monkeypatch.setattr(demo.Path, "read_text", read_text)
-    assert demo.cpu_has_bfloat16() is has
 
 
 @pytest.fixture
@@ -164,28 +115,9 @@ def test_short_demo_trains_both_levels_for_a_few_iterations_and_judges_neither(c
     assert not re.search(r"speed-up|^O[01] .*x|within", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_each_level_runs_as_a_script_on_the_digits(demo, monkeypatch, tmp_path, code):
-    def run(command, check):
-        assert command[:2] == [sys.executable, str(EXAMPLE / "main_amp.py")] and command[-1] == str(tmp_path / "digits")
-        options = " ".join(command)
-        assert "--opt-level O1" in options and "--max-iters 8" in options and "--epochs 5" in options
-        (tmp_path / "O1.jsonl").write_text('{"phase": "train"}\n{"phase": "val"}\n')
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr(demo.subprocess, "run", run)
-    if code == 0:
-        assert demo.train("O1", tmp_path, ["--max-iters", "8"]) == [{"phase": "train"}, {"phase": "val"}]
-    else:
-        with pytest.raises(SystemExit, match=r"main_amp\.py at O1 ended with exit code 3"):
-            demo.train("O1", tmp_path, ["--max-iters", "8"])
-
-
 @pytest.mark.slow
 def test_short_demo_runs(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(EXAMPLE / "demo.py"), "--short"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python(EXAMPLE / "demo.py", "--short", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--short only shows that the demo runs" in done.stdout and "speed-up" not in done.stdout
     assert {path.name for path in (tmp_path / "demo").iterdir()} >= {"digits", "O0.jsonl", "O1.jsonl", "losses.png"}

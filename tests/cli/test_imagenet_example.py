@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, others_slow
+from helpers import ROOT, others_slow, python
+from torch.utils._pytree import tree_flatten
 
 import ampkit
 
@@ -92,40 +94,24 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same(actual, expected, where="checkpoint"):
+def assert_same(actual, expected):
     """Assert equality to the last bit, through dicts and lists."""
-    assert type(actual) is type(expected), where
-    if isinstance(expected, torch.Tensor):
-        assert actual.dtype == expected.dtype and torch.equal(actual, expected), where
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), where
-        for key in expected:
-            assert_same(actual[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected), where
-        for index, pair in enumerate(zip(actual, expected)):
-            assert_same(*pair, f"{where}[{index}]")
-    else:
-        assert actual == expected, where
-
-
-def test_assert_same_notices_a_changed_bit():
-    with pytest.raises(AssertionError, match=r"checkpoint\.a\[1\]"):
-        assert_same({"a": [1, torch.tensor(1.0)]}, {"a": [1, torch.tensor(1.0 + 2**-23)]})
+    (values, form), (wanted, wanted_form) = tree_flatten(actual), tree_flatten(expected)
+    assert form == wanted_form
+    for value, want in zip(values, wanted):
+        assert type(value) is type(want)
+        if isinstance(want, torch.Tensor):
+            assert value.dtype == want.dtype and torch.equal(value, want)
+        else:
+            assert value == want
 
 
 @pytest.mark.slow
-def test_make_digits_splits_every_class_alike_and_may_be_repeated(example, digits, tmp_path):
-    make_digits = example["make_digits"].make_digits
-    counts = make_digits(tmp_path)
-    first = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.png")}
-    assert make_digits(tmp_path) == counts
-    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.png")} == first
-
-    assert sum(counts.values()) == len(first) == 1797
-    for label in range(10):
-        val = len(list((tmp_path / "val" / str(label)).iterdir()))
-        assert val == pytest.approx((val + len(list((tmp_path / "train" / str(label)).iterdir()))) / 5, abs=1)
+def test_a_fifth_of_every_class_of_digits_is_for_validation(digits):
+    for label in map(str, range(10)):
+        train, val = (len(list((digits["whole"] / split / label).iterdir())) for split in ("train", "val"))
+        assert val == pytest.approx((val + train) / 5, abs=1)
+    assert len(list(digits["whole"].rglob("*.png"))) == 1797
 
 
 def test_the_lines_of_the_page_are_understood_and_name_every_level(example):
@@ -148,10 +134,9 @@ def test_command_line_is_understood(example, line):
     assert args.image_size == 224
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
-def test_local_rank_comes_from_the_launcher_in_each_spelling(example, monkeypatch, spelling):
+def test_local_rank_comes_from_the_launcher_in_each_spelling(example, monkeypatch):
     parse_args = example["main_amp"].parse_args
-    assert parse_args([spelling]).local_rank == 1
+    assert [parse_args([f"{spelling}=1"]).local_rank for spelling in ("--local-rank", "--local_rank")] == [1, 1]
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert parse_args([]).local_rank == 3
 
@@ -166,32 +151,25 @@ def test_learning_rate_warms_up_scales_and_falls(example):
     assert [learning_rate(cosine, 256, epoch) for epoch in (0, 5, 10)] == pytest.approx([0.1, 0.05, 0.0])
 
 
-def test_order_covers_each_sample_once_over_all_ranks(example):
+def test_order_covers_each_sample_once_over_all_ranks_and_continues_in_mid_epoch(example):
     data = example["data"]
     for samples, world_size in ((23, 1), (23, 2), (6, 2)):
         ranks = [data.TrainOrder(samples, 4, rank, world_size, seed=0) for rank in range(world_size)]
         keys = [key for order in ranks for batch in order for key in batch]
         assert len(keys) == len(set(keys)) == ranks[0].global_batch * ranks[0].batches_per_epoch
-        val = [
-            key for rank in range(world_size) for batch in data.val_order(samples, 4, rank, world_size) for key in batch
-        ]
-        assert sorted(val) == [(0, index) for index in range(samples)]
-
-
-def test_order_resumed_in_mid_epoch_continues_it(example):
-    order = example["data"].TrainOrder(50, 8, rank=1, world_size=2, seed=3)
-    order.begin(epoch=4, first=0, stop=3)
-    whole = list(order)
-    order.begin(epoch=4, first=2, stop=3)
-    assert list(order) == whole[2:]
-    order.begin(epoch=5, first=0, stop=3)
-    assert next(iter(order)) != [(5, index) for _, index in whole[0]]
+        orders = [data.val_order(samples, 4, rank, world_size) for rank in range(world_size)]
+        assert sorted(key for order in orders for batch in order for key in batch) == [(0, i) for i in range(samples)]
+    order = data.TrainOrder(50, 8, rank=1, world_size=2, seed=3)
+    epochs = []
+    for epoch, first in ((4, 0), (4, 2), (5, 0)):
+        order.begin(epoch=epoch, first=first, stop=3)
+        epochs.append(list(order))
+    assert epochs[1] == epochs[0][2:]
+    assert epochs[2][0] != [(5, index) for _, index in epochs[0][0]]
 
 
 def test_batches_are_the_same_with_any_number_of_workers(example, digits):
-    data = example["data"]
-    before = torch.get_rng_state()
-    batches = []
+    data, batches, before = example["data"], [], torch.get_rng_state()
     for workers in (0, 2):
         train_set, _ = data.open_folder(digits["few"], "imagenet", 32, seed=1)
         order = data.TrainOrder(len(train_set), 16, rank=0, world_size=1, seed=1)
@@ -242,10 +220,9 @@ def test_metrics_rows_have_every_key_and_count_over_the_run(train, tmp_path):
 
 
 def test_deterministic_runs_have_the_same_losses(train):
-    runs = [
-        train("-a squeezenet1_1 --opt-level O2 --max-iters 2 --deterministic --seed 5", name) for name in ("a", "b")
-    ]
-    assert [row["loss"] for row in runs[0]] == [row["loss"] for row in runs[1]]
+    options = "-a squeezenet1_1 --opt-level O2 --max-iters 2 --deterministic --seed 5"
+    first, second = ([row["loss"] for row in train(options, name)] for name in ("a", "b"))
+    assert first == second
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -301,13 +278,6 @@ def test_checkpoint_interrupted_while_writing_leaves_the_previous_one(example, t
     assert checkpoint.load(tmp_path / "checkpoint.pth.tar") == state
 
 
-def write_truncated(folder: Path) -> Path:
-    path = folder / "truncated.pth.tar"
-    torch.save(torch.zeros(1000), path)
-    path.write_bytes(path.read_bytes()[:-500])
-    return path
-
-
 def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
     """torch.load itself does not notice a flipped bit in a tensor."""
     checkpoint = example["checkpoint"]
@@ -323,44 +293,42 @@ def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
 
 
 def test_checkpoint_that_cannot_be_continued_says_why(example, train, tmp_path):
-    error = example["checkpoint"].CheckpointError
-    with pytest.raises(error, match=r"found [\d,]+ bytes in .* expected a whole checkpoint .* Resume from"):
-        train(f"--resume {write_truncated(tmp_path)}")
-    with pytest.raises(error, match=r"found no file at .* Check the path"):
-        train(f"--resume {tmp_path / 'nowhere'}")
+    torch.save(torch.zeros(1000), tmp_path / "truncated")
+    (tmp_path / "truncated").write_bytes((tmp_path / "truncated").read_bytes()[:-500])
     torch.save({"model": {}}, tmp_path / "bare")
-    with pytest.raises(error, match="found a file without amp, best_top1, iteration, optimizer"):
-        train(f"--resume {tmp_path / 'bare'}")
     train("-a shufflenet_v2_x0_5 --max-iters 1", "small")
-    with pytest.raises(error, match=r"global_batch 16 \(this run: 8\).* Give the same settings"):
-        train(f"-a shufflenet_v2_x0_5 --b 8 --resume {tmp_path / 'small' / 'checkpoint.pth.tar'}", "other")
-    assert not (tmp_path / "other").exists() and not (tmp_path / "out").exists()
+    for options, words in (
+        (f"--resume {tmp_path}/truncated", r"found [\d,]+ bytes in .* expected a whole checkpoint .* Resume from"),
+        (f"--resume {tmp_path}/nowhere", r"found no file at .* Check the path"),
+        (f"--resume {tmp_path}/bare", "found a file without amp, best_top1, iteration, optimizer"),
+        (
+            f"-a shufflenet_v2_x0_5 --b 8 --resume {tmp_path}/small/checkpoint.pth.tar",
+            r"global_batch 16 \(this run: 8\).* Give the same settings",
+        ),
+    ):
+        with pytest.raises(example["checkpoint"].CheckpointError, match=words):
+            train(options, "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_folder_without_the_data_says_what_was_expected(example, digits, tmp_path):
-    data = example["data"]
-    with pytest.raises(data.DataFolderError, match=r"found no such folder at .*nowhere.* expected .*train"):
-        data.open_folder(tmp_path / "nowhere", "none", 32, 0)
-    (tmp_path / "train" / "0").mkdir(parents=True)
-    with pytest.raises(data.DataFolderError, match=r"found a folder with train at .* expected .*val"):
-        data.open_folder(tmp_path, "none", 32, 0)
+    def refused(words):
+        with pytest.raises(example["data"].DataFolderError, match=words):
+            example["data"].open_folder(tmp_path, "none", 32, 0)
+
+    (tmp_path / "train").mkdir()
+    refused(r"found a folder with train at .* expected .*val")
+    (tmp_path / "train" / "0").mkdir()
     (tmp_path / "val" / "0").mkdir(parents=True)
-    with pytest.raises(data.DataFolderError, match="without images"):
-        data.open_folder(tmp_path, "none", 32, 0)
-    (tmp_path / "train" / "0").rmdir()
-    (tmp_path / "train").rmdir()
+    refused("without images")
+    shutil.rmtree(tmp_path / "train"), shutil.rmtree(tmp_path / "val")
     (tmp_path / "train").symlink_to(digits["whole"] / "train")
-    (tmp_path / "val" / "0").rmdir()
-    (tmp_path / "val").rmdir()
     (tmp_path / "val").symlink_to(digits["few"] / "val")
-    with pytest.raises(data.DataFolderError, match=r"10 classes in .* and 4 in .* Only in one of them: 4, 5, 6"):
-        data.open_folder(tmp_path, "none", 32, 0)
+    refused(r"10 classes in .* and 4 in .* Only in one of them: 4, 5, 6")
 
 
 def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(ampkit.__file__).parents[1])}
-    command = [sys.executable, str(EXAMPLE / "main_amp.py"), "nowhere"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    ended = python(EXAMPLE / "main_amp.py", "nowhere", cwd=tmp_path)
     assert ended.returncode == 1 and not list(tmp_path.iterdir())
     assert ended.stderr.strip().splitlines()[-1].startswith("main_amp.py: error: found no such folder at 'nowhere'")
     assert "Traceback" not in ended.stderr

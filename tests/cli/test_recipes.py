@@ -1,14 +1,12 @@
 """The recipes: each runs, is as close to float32 as its page says, and is short."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))
@@ -80,8 +78,7 @@ def test_a_penalty_is_as_near_to_float32_as_under_autocast(name, level):
 
 @pytest.mark.slow
 def test_two_processes_take_the_step_of_one():
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "ddp.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = python(*launcher, FOLDER / "ddp.py", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ddp: 2 process(es), step " in done.stdout

@@ -6,7 +6,6 @@ Where no browser is on the PATH (Debian's chromium for one), or no mkdocs, the t
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,37 +99,3 @@ def test_words_of_a_drawing_stand_inside_of_it(page, drawing):
     page.show(1400, dark=False)
     page.open(drawing.as_uri())
     assert page.evaluate(OUTSIDE) == []
-
-
-@pytest.mark.parametrize(
-    "body, cut_off",
-    [
-        ("<p>words</p>", []),
-        ("<div style='width: 900px'>wide</div>", ["wide", "the page scrolls sideways"]),
-        ("<div style='overflow-x: auto'><div style='width: 900px'>scrolled</div></div>", []),
-        ("<img src='missing.png' alt='x'>", ["not shown: missing.png"]),
-    ],
-)
-def test_what_is_cut_off_is_found(page, tmp_path, body, cut_off):
-    (tmp_path / "page.html").write_text(f"<!doctype html><body>{body}</body>")
-    page.show(800, dark=False)
-    page.open((tmp_path / "page.html").as_uri())
-    assert [re.sub(r"file://.*/", "", words) for words in page.evaluate(CUT_OFF)] == cut_off
-
-
-def test_words_outside_of_a_drawing_are_found(page, tmp_path):
-    drawing = '<svg xmlns="http://www.w3.org/2000/svg" width="100" height="40"><text x="{}" y="20">words</text></svg>'
-    for place, outside in ((10, []), (90, ["words"])):
-        (tmp_path / "drawing.svg").write_text(drawing.format(place))
-        page.open((tmp_path / "drawing.svg").as_uri())
-        assert page.evaluate(OUTSIDE) == outside
-
-
-def test_a_page_is_shown_in_the_theme_that_the_system_asks_for(page, tmp_path):
-    style = "<style>body { color: red } @media (prefers-color-scheme: dark) { body { color: blue } }</style>"
-    (tmp_path / "page.html").write_text(f"<!doctype html>{style}<body>words</body>")
-    for dark, colour in ((False, "rgb(255, 0, 0)"), (True, "rgb(0, 0, 255)")):
-        page.show(390, dark)
-        page.open((tmp_path / "page.html").as_uri())
-        assert page.evaluate("getComputedStyle(document.body).color") == colour
-        assert page.evaluate("innerWidth") == 390

@@ -6,18 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
 
 
 def line_of(function, text):
@@ -69,14 +63,12 @@ def test_a_cancellation_is_the_worst_line_and_the_errors_are_those_of_two_runs(l
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
 def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), level)
+    model, optimizer = initialize_quietly(model, torch.optim.Adam, level)
     x, target = torch.randn(8, 16), torch.arange(8) % 4
 
     def iteration():
-        with ampkit.scale_loss(F.cross_entropy(model(x), target), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(F.cross_entropy(model(x), target), optimizer)
 
     found = ampkit.diagnose(iteration, against="fp32")
     assert not found and 0 < found.loss < 0.01 and 0 < found.gradient < 0.03
@@ -86,15 +78,13 @@ def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
 
 @pytest.mark.parametrize("make, shape", [(nn.Linear, (64, 8)), (partial(nn.Conv1d, kernel_size=1), (64, 8, 4))])
 def test_the_culprit_is_the_norm_that_takes_away_the_mean_and_not_a_bias_whose_gradient_is_0(make, shape):
-    torch.manual_seed(0)
     model = nn.Sequential(make(8, 16), nn.BatchNorm1d(16), nn.ReLU())
-    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), "O5")
+    model, optimizer = initialize_quietly(model, torch.optim.Adam, "O5")
     x = torch.randn(shape) + 100
 
     def iteration():
         loss = model(x).float().square().sum(1).mean()
-        with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
 
     rows = ampkit.diagnose(iteration, against="fp32").rows
     assert [row.function for row in rows if not row.backward] == ["torch.nn.functional.batch_norm"]
@@ -135,7 +125,6 @@ def test_what_an_operator_writes_is_written_once_and_each_operator_counts_once()
 
 
 def test_running_statistics_are_put_back_and_random_numbers_are_shared():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).bfloat16()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     diagnosis = ampkit.diagnose(
@@ -155,7 +144,6 @@ def test_another_precision_is_refused():
 @pytest.mark.parametrize("layout", ["sparse", "nested"])
 def test_layouts_that_few_operators_take_are_compared_too(layout):
     """A product in bfloat16, whose result is rounded once: by at most 2**-8, and its square by twice that."""
-    torch.manual_seed(0)
     x, weight = torch.randn(4, 8).bfloat16(), torch.randn(1, 8).bfloat16().requires_grad_()
 
     def iteration():

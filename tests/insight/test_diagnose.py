@@ -1,6 +1,6 @@
 """`ampkit.diagnose` on iterations that each have one culprit: found at its line, with its kind and its cure.
 
-The line of a case that makes the first inf or NaN ends in ``# here``. Each case returns its iteration; what it prepares is finite.
+The line of a case that makes the first inf or NaN ends in ``# here``. What a case is given is finite.
 """
 
 import copy
@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 from ampkit.insight.diagnose import diagnose
 
-SGD = torch.optim.SGD
+SGD, FP16 = torch.optim.SGD, torch.float16
 
 
 def trained(model, level, **settings):
-    settings["cast_model_type" if level == "O2" else "patch_torch_functions_type"] = torch.float16
+    settings["cast_model_type" if level == "O2" else "patch_torch_functions_type"] = FP16
     return initialize_quietly(model, lambda params: SGD(params, 0.125), level, **settings)
 
 
@@ -33,317 +33,249 @@ def filled(layer, weight, bias=0.0):
     return layer
 
 
-def scaled_backward(loss, optimizer):
-    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
 def leaf(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, requires_grad=True)
+
+
+def layer_of(inputs, outputs, weight, level="O1", **settings):
+    """Return a function that makes a layer with equal weights, and its optimizer, in float16."""
+    return lambda: trained(filled(nn.Linear(inputs, outputs), weight), level, **settings)
+
+
+OVERFLOW, DIVISION, LOG, SCALE = (
+    "overflow of the format",
+    "division by zero",
+    "log of zero",
+    "the loss scale itself",
+)
+IN_FLOAT32_TOO = "float32 fails too: the model, not the precision"
+CASES = []
+
+
+def case(inputs, kind, function, evidence, cure=IN_FLOAT32_TOO, backward=False):
+    """Decorate an iteration, called with a tensor or several, or with what ``inputs`` returns: the expected kind of its culprit,
+    its function, words of the evidence and of the first cure, and whether it comes in the backward pass.
+    """
+    arguments = inputs if callable(inputs) else lambda: inputs if isinstance(inputs, tuple) else (inputs,)
+
+    def add(run):
+        CASES.append(pytest.param(run, arguments, kind, backward, function, evidence, cure, id=run.__name__))
+        return run
+
+    return add
 
 
 # Forward
 
 
-def exp_in_float16():
-    x = leaf(1.0, 20.0, dtype=torch.float16)
-
-    def iteration():
-        y = torch.exp(x)  # here
-        (y.sum(dtype=torch.float32) * 1e-6).backward()
-
-    return iteration
-
-
-def exp_beyond_float32():
-    x = leaf(412.0, 1.0, dtype=torch.float16)
-
-    def iteration():
-        x.exp().float().sum().backward()  # here
-
-    return iteration
+@case(
+    *(leaf(1.0, 20.0, dtype=FP16), OVERFLOW, "torch.exp"),
+    *("max |input| = 20, exp needs 4.852e+08, float16 ends at 65504", "torch.exp in float32: finite"),
+)
+def exp_in_float16(x):
+    y = torch.exp(x)  # here
+    (y.sum(dtype=torch.float32) * 1e-6).backward()
 
 
-def a_square_in_float16():
-    layer, optimizer = trained(filled(nn.Linear(4, 4), 25.0), "O1")
-
-    def iteration():
-        y = layer(torch.ones(2, 4) * 3)
-        norm = (y * y).float().mean(-1).sqrt()  # here
-        scaled_backward(norm.mean(), optimizer)
-
-    return iteration
+@case(leaf(412.0, 1.0, dtype=FP16), OVERFLOW, "torch.Tensor.exp", "exp needs 8.498e+178")
+def exp_beyond_float32(x):
+    x.exp().float().sum().backward()  # here
 
 
-def a_matrix_product_beyond_float16():
-    model = nn.Sequential(filled(nn.Linear(4, 4), 200.0), filled(nn.Linear(4, 2), 20.0))
-    model, optimizer = trained(model, "O2")
+@case(
+    *(layer_of(4, 4, 25.0), OVERFLOW, "torch.Tensor.__mul__"),
+    *("max |input| = 300, mul needs 9e+04", 'policy={"torch.Tensor.__mul__": "fp32"}'),
+)
+def a_square_in_float16(layer, optimizer):
+    y = layer(torch.ones(2, 4) * 3)
+    norm = (y * y).float().mean(-1).sqrt()  # here
+    backward(norm.mean(), optimizer)
 
-    def iteration():
-        loss = model(torch.ones(2, 4)).mean()  # here
-        model(torch.ones(2, 4))
-        scaled_backward(loss / 1e6, optimizer)
 
+def two_layers():
+    model, optimizer = trained(nn.Sequential(filled(nn.Linear(4, 4), 200.0), nn.Linear(4, 2)), "O2")
     filled(model[1], 60.0)
-    return iteration
+    return model, optimizer
 
 
-def a_weight_beyond_float16():
-    layer, optimizer = trained(filled(nn.Linear(1, 2), 70000.0), "O1")
-
-    def iteration():
-        y = layer(torch.full((2, 1), 1e-3))  # here
-        scaled_backward(y.mean(), optimizer)
-
-    return iteration
+LINEAR = "torch.nn.functional.linear"
 
 
-def an_autocast_region():
-    layer = filled(nn.Linear(4, 2), 200.0)
-
-    def iteration():
-        with torch.autocast("cpu", torch.float16):
-            y = layer(torch.full((2, 4), 100.0))  # here
-        (y.float().mean() * 1e-6).backward()
-
-    return iteration
+@case(two_layers, OVERFLOW, LINEAR, "max |input| = 800", f'policy={{"{LINEAR}": "fp32"}}')
+def a_matrix_product_beyond_float16(model, optimizer):
+    loss = model(torch.ones(2, 4)).mean()  # here
+    model(torch.ones(2, 4))
+    backward(loss / 1e6, optimizer)
 
 
-def a_mask_in_the_wrong_dtype():
-    scores = leaf(1.0, 2.0, dtype=torch.float16)
-
-    def iteration():
-        mask = torch.ones(2) * torch.finfo(torch.float32).min
-        masked = scores + mask.to(scores.dtype)  # here
-        F.softmax(masked, -1).float().square().sum().backward()
-
-    return iteration
+@case(layer_of(1, 2, 70000.0), OVERFLOW, LINEAR, "max |input| = 7e+04", f'policy={{"{LINEAR}": "fp32"}}')
+def a_weight_beyond_float16(layer, optimizer):
+    y = layer(torch.full((2, 1), 1e-3))  # here
+    backward(y.mean(), optimizer)
 
 
-def a_masked_row():
-    scores = leaf(1.0, 2.0)
-
-    def iteration():
-        masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)
-        weights = F.softmax(masked, dim=-1)  # here
-        weights.square().sum().backward()
-
-    return iteration
+@case(lambda: [filled(nn.Linear(4, 2), 200.0)], OVERFLOW, LINEAR, "linear needs 8e+04", "in float32: finite")
+def an_autocast_region(layer):
+    with torch.autocast("cpu", FP16):
+        y = layer(torch.full((2, 4), 100.0))  # here
+    (y.float().mean() * 1e-6).backward()
 
 
-def log_of_zero():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        (-x.log().mean()).backward()  # here
-
-    return iteration
+@case(leaf(1.0, 2.0, dtype=FP16), OVERFLOW, "torch.Tensor.to", "max |input| = 3.403e+38", "torch.Tensor.to in float32")
+def a_mask_in_the_wrong_dtype(scores):
+    mask = torch.ones(2) * torch.finfo(torch.float32).min
+    masked = scores + mask.to(scores.dtype)  # here
+    F.softmax(masked, -1).float().square().sum().backward()
 
 
-def log_of_a_negative_number():
-    x = leaf(-2.0, 1.0)
-
-    def iteration():
-        torch.log(x).mean().backward()  # here
-
-    return iteration
+@case(leaf(1.0, 2.0), "inf - inf", "torch.nn.functional.softmax", "2 of 2 elements")
+def a_masked_row(scores):
+    masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)
+    weights = F.softmax(masked, dim=-1)  # here
+    weights.square().sum().backward()
 
 
-def a_masked_mean():
-    x, mask = leaf(1.0, 2.0), torch.zeros(2)
-
-    def iteration():
-        loss = (x * mask).sum() / mask.sum()  # here
-        loss.backward()
-
-    return iteration
+@case(leaf(1.0, 2.0), "inf that the script writes", "torch.Tensor.masked_fill", "reaches the loss")
+def a_row_that_is_masked_for_logsumexp(scores):
+    masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)  # here
+    masked.logsumexp(-1).backward()
 
 
-def no_target():
-    x = torch.zeros(2, 3, requires_grad=True)
-
-    def iteration():
-        loss = F.cross_entropy(x, torch.full((2,), -100))  # here
-        loss.backward()
-
-    return iteration
+@case(leaf(0.0, 1.0), LOG, "torch.Tensor.log", "1 of 2 elements")
+def log_of_zero(x):
+    (-x.log().mean()).backward()  # here
 
 
-def no_element():
-    x = leaf(1.0, 2.0)
-
-    def iteration():
-        x[x > 2].mean().backward()  # here
-
-    return iteration
+@case(leaf(-2.0, 1.0), "outside of the function's domain", "torch.log", "the lowest is -2")
+def log_of_a_negative_number(x):
+    torch.log(x).mean().backward()  # here
 
 
-def a_mask_that_multiplies():
-    x, mask = leaf(1.0, 2.0), torch.full((2,), -torch.inf)
-
-    def iteration():
-        (x * (mask * 0)).sum().backward()  # here
-
-    return iteration
+@case((leaf(1.0, 2.0), torch.zeros(2)), DIVISION, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1")
+def a_masked_mean(x, mask):
+    loss = (x * mask).sum() / mask.sum()  # here
+    loss.backward()
 
 
-def a_row_that_is_masked_for_logsumexp():
-    scores = leaf(1.0, 2.0)
+@case(leaf([0.0] * 3, [0.0] * 3), DIVISION, "torch.nn.functional.cross_entropy", "every target is ignored")
+def no_target(x):
+    loss = F.cross_entropy(x, torch.full((2,), -100))  # here
+    loss.backward()
 
-    def iteration():
-        masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)  # here
-        masked.logsumexp(-1).backward()
 
-    return iteration
+@case(leaf(1.0, 2.0), DIVISION, "torch.Tensor.mean", "mean of no elements")
+def no_element(x):
+    x[x > 2].mean().backward()  # here
+
+
+@case((leaf(1.0, 2.0), torch.full((2,), -torch.inf)), "0 * inf", "torch.Tensor.__mul__", "2 of 2 elements")
+def a_mask_that_multiplies(x, mask):
+    (x * (mask * 0)).sum().backward()  # here
+
+
+@case(leaf(1.0, 2.0), "a deviation of one element", "torch.Tensor.std", "std of one element")
+def a_deviation_of_a_number(x):
+    spread = x.sum().std()  # here
+    (spread + x.sum()).backward()
+
+
+@case(leaf(1.0, 2.0, 3.0, 4.0), "a deviation of one element", "torch.Tensor.var", "var of one element")
+def a_deviation_along_an_axis_of_one(x):
+    spread = x.reshape(4, 1).var(dim=1)  # here
+    (spread.sum() + x.sum()).backward()
+
+
+@case(leaf(1.0, 2.0), DIVISION, "torch.Tensor.std", "std of no elements")
+def a_deviation_of_nothing(x):
+    spread = x[x > 5].std()  # here
+    (spread + x.sum()).backward()
+
+
+@case(leaf(0.0, 1.0), DIVISION, "torch.rsqrt", "the divisor is 0 in 1 of 2")
+def a_reciprocal_behind_where(x):
+    y = torch.where(x == 0, 0.0, torch.rsqrt(x))  # here
+    y.sum().backward()
+
+
+@case(
+    lambda: [nn.Sequential(filled(nn.Linear(1, 2), 1e22), nn.BatchNorm1d(2))],
+    # The unbiased variance of 1e22 and -1e22 is 2e44, of which a tenth counts.
+    *(OVERFLOW, "torch.nn.functional.batch_norm", "batch_norm needs 2e+43"),
+)
+def a_running_variance_beyond_float32(model):  # the loss and the gradients are finite
+    model(torch.tensor([[1.0], [-1.0]])).square().sum().backward()  # here
+
+
+@case(
+    *(layer_of(1, 1, 1.0), DIVISION, "torch.Tensor.__truediv__"),
+    *("the divisor is 0 in 1 of 1", "bfloat16 (O4 or O5 without cast_model_type=)"),
+)
+def an_early_epsilon_that_float16_rounds_to_zero(layer, optimizer):
+    y = layer(torch.zeros(1, 1))
+    y = y / (y.abs() + 1e-9)  # here
+    backward(y.float().sum(), optimizer)
+
+
+@case(layer_of(1, 1, 1.0), SCALE, "mul", "6.554e+38, float32 ends at 3.4e+38", "harmless: finite at 32768")
+def a_loss_that_the_scale_makes_inf(layer, optimizer):
+    loss = layer(torch.ones(1, 1)).float().sum() * 1e34
+    with ampkit.scale_loss(loss * 1.0, optimizer) as scaled_loss:  # here
+        (scaled_loss * 1e-34).backward()
 
 
 # Backward
 
 
-def a_length_at_zero():
-    x = leaf(0.0, 0.0)
-
-    def iteration():
-        length = (x * x).sum().sqrt()  # here
-        (length + x.sum()).backward()
-
-    return iteration
+@case(leaf(0.0, 0.0), DIVISION, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 1", backward=True)
+def a_length_at_zero(x):
+    length = (x * x).sum().sqrt()  # here
+    (length + x.sum()).backward()
 
 
-def a_deviation_of_a_number():
-    x = leaf(1.0, 2.0)
-
-    def iteration():
-        spread = x.sum().std()  # here
-        (spread + x.sum()).backward()
-
-    return iteration
+@case(leaf(0.0, 1.0), LOG, "torch.Tensor.log", "the divisor is 0 in 1 of 2", backward=True)
+def log_of_zero_behind_where(x):
+    y = torch.where(x > 0, x.log(), 0.0)  # here
+    y.sum().backward()
 
 
-def a_deviation_along_an_axis_of_one():
-    x = leaf(1.0, 2.0, 3.0, 4.0)
-
-    def iteration():
-        spread = x.reshape(4, 1).var(dim=1)  # here
-        (spread.sum() + x.sum()).backward()
-
-    return iteration
+@case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 2", backward=True)
+def sqrt_at_zero(x):
+    y = x.sqrt()  # here
+    y.sum().backward()
 
 
-def a_deviation_of_nothing():
-    x = leaf(1.0, 2.0)
-
-    def iteration():
-        spread = x[x > 5].std()  # here
-        (spread + x.sum()).backward()
-
-    return iteration
+@case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.__pow__", "the divisor is 0 in 1 of 2", backward=True)
+def a_power_at_zero(x):
+    y = x**0.5  # here
+    y.sum().backward()
 
 
-def a_reciprocal_behind_where():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        y = torch.where(x == 0, 0.0, torch.rsqrt(x))  # here
-        y.sum().backward()
-
-    return iteration
+@case(leaf(0.0, 1.0), DIVISION, "torch.acos", "the divisor is 0 in 1 of 2", backward=True)
+def acos_at_one(x):
+    torch.acos(x).sum().backward()  # here
 
 
-def a_running_variance_beyond_float32():
-    model = nn.Sequential(filled(nn.Linear(1, 2), 1e22), nn.BatchNorm1d(2))
-
-    def iteration():  # the loss and the gradients are finite
-        model(torch.tensor([[1.0], [-1.0]])).square().sum().backward()  # here
-
-    return iteration
-
-
-def an_early_epsilon_that_float16_rounds_to_zero():
-    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
-
-    def iteration():
-        y = layer(torch.zeros(1, 1))
-        y = y / (y.abs() + 1e-9)  # here
-        scaled_backward(y.float().sum(), optimizer)
-
-    return iteration
-
-
-def log_of_zero_behind_where():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        y = torch.where(x > 0, x.log(), 0.0)  # here
-        y.sum().backward()
-
-    return iteration
-
-
-def sqrt_at_zero():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        y = x.sqrt()  # here
-        y.sum().backward()
-
-    return iteration
-
-
-def a_power_at_zero():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        y = x**0.5  # here
-        y.sum().backward()
-
-    return iteration
-
-
-def acos_at_one():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        torch.acos(x).sum().backward()  # here
-
-    return iteration
-
-
-def in_a_module():
+@case(lambda: [nn.Linear(2, 2)], DIVISION, "torch.Tensor.sqrt", "3 of 3", backward=True)
+def in_a_module(layer):
     class Distance(nn.Module):
         def forward(self, x, y):
             return (x - y).square().sum(-1).sqrt()  # here
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.distance = nn.Linear(2, 2), Distance()
-
-        def forward(self, x):
-            return self.distance(self.layer(x), self.layer(x))
-
-    model = Model()
-
-    def iteration():
-        model(torch.ones(3, 2)).sum().backward()
-
-    return iteration
+    x = torch.ones(3, 2)
+    Distance()(layer(x), layer(x)).sum().backward()
 
 
-def in_a_checkpoint():
-    x = leaf(0.0, 1.0)
-
+@case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.sqrt", "1 of 2", backward=True)
+def in_a_checkpoint(x):
     def block(x):
         y = x * 2
         return y.sqrt()  # here
 
-    def iteration():
-        checkpoint(block, x, use_reentrant=False).sum().backward()
-
-    return iteration
+    checkpoint(block, x, use_reentrant=False).sum().backward()
 
 
-def in_a_function_of_the_script():
+@case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.__truediv__", "1 of 2", backward=True)
+def in_a_function_of_the_script(x):
     class Divide(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -355,186 +287,72 @@ def in_a_function_of_the_script():
             (x,) = ctx.saved_tensors
             return grad / x  # here
 
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        Divide.apply(x).sum().backward()
-
-    return iteration
+    Divide.apply(x).sum().backward()
 
 
-def a_harmless_overflow():
-    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1")
-
-    def iteration():
-        y = layer(torch.ones(1, 4))
-        scaled_backward(y.float().sum(), optimizer)  # here
-
-    return iteration
-
-
-def a_harmless_overflow_eight_steps_off():
-    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O2")
-
-    def iteration():
-        y = layer(torch.ones(1, 4))  # here
-        scaled_backward(y.sum() * 200, optimizer)
-
-    return iteration
-
-
-def a_static_scale():
-    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1", loss_scale=2.0**20)
-
-    def iteration():
-        y = layer(torch.ones(1, 4))
-        scaled_backward(y.float().sum(), optimizer)  # here
-
-    return iteration
-
-
-def a_grad_scaler():
-    layer, scaler = filled(nn.Linear(4, 2), 0.25), torch.amp.GradScaler("cpu", init_scale=2.0**17)
-    optimizer = SGD(layer.parameters(), 0.1)
-
-    def iteration():
-        with torch.autocast("cpu", torch.float16):
-            y = layer(torch.ones(1, 4))
-        scaler.scale(y.float().sum()).backward()  # here
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return iteration
-
-
-def a_loss_that_the_scale_makes_inf():
-    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
-
-    def iteration():
-        loss = layer(torch.ones(1, 1)).float().sum() * 1e34
-        with ampkit.scale_loss(loss * 1.0, optimizer) as scaled_loss:  # here
-            (scaled_loss * 1e-34).backward()
-
-    return iteration
-
-
-def an_overflow_at_any_scale():
-    x, factor = leaf(1e-6, 2e-6, dtype=torch.float16), torch.tensor(6e4, dtype=torch.float16)
-    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
-
-    def iteration():
-        y = layer(torch.ones(1, 1)).float().sum() * 0
-        narrow = x * factor  # here
-        scaled_backward((narrow * factor).float().sum() + y, optimizer)
-
-    return iteration
-
-
-OVERFLOW, DIVISION, LOG, SCALE = (
-    "overflow of the format",
-    "division by zero",
-    "log of zero",
-    "the loss scale itself",
+@case(
+    *(layer_of(4, 2, 0.25), SCALE, "torch.Tensor.float", "the cast"),
+    *("harmless: finite at 32768; the scale is found within 1 step", True),
 )
-IN_FLOAT32_TOO = "float32 fails too: the model, not the precision"
-
-# case, kind, backward, function, what the evidence has, what the first cure has
-CASES = [
-    (exp_in_float16, OVERFLOW, False, "torch.exp", "max |input| = 20, exp needs 4.852e+08, float16 ends at 65504",
-     "torch.exp in float32: finite"),
-    (exp_beyond_float32, OVERFLOW, False, "torch.Tensor.exp", "exp needs 8.498e+178",
-     IN_FLOAT32_TOO),
-    (a_square_in_float16, OVERFLOW, False, "torch.Tensor.__mul__", "max |input| = 300, mul needs 9e+04",
-     'policy={"torch.Tensor.__mul__": "fp32"}'),
-    (a_matrix_product_beyond_float16, OVERFLOW, False, "torch.nn.functional.linear", "max |input| = 800",
-     'policy={"torch.nn.functional.linear": "fp32"}'),
-    (a_weight_beyond_float16, OVERFLOW, False, "torch.nn.functional.linear", "max |input| = 7e+04",
-     'policy={"torch.nn.functional.linear": "fp32"}'),
-    (an_autocast_region, OVERFLOW, False, "torch.nn.functional.linear", "linear needs 8e+04",
-     "in float32: finite"),
-    (a_mask_in_the_wrong_dtype, OVERFLOW, False, "torch.Tensor.to", "max |input| = 3.403e+38",
-     "torch.Tensor.to in float32"),
-    (a_masked_row, "inf - inf", False, "torch.nn.functional.softmax", "2 of 2 elements",
-     IN_FLOAT32_TOO),
-    (log_of_zero, LOG, False, "torch.Tensor.log", "1 of 2 elements",
-     IN_FLOAT32_TOO),
-    (log_of_a_negative_number, "outside of the function's domain", False, "torch.log", "the lowest is -2",
-     IN_FLOAT32_TOO),
-    (a_masked_mean, DIVISION, False, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1",
-     IN_FLOAT32_TOO),
-    (no_target, DIVISION, False, "torch.nn.functional.cross_entropy", "every target is ignored",
-     IN_FLOAT32_TOO),
-    (no_element, DIVISION, False, "torch.Tensor.mean", "mean of no elements",
-     IN_FLOAT32_TOO),
-    (a_mask_that_multiplies, "0 * inf", False, "torch.Tensor.__mul__", "2 of 2 elements",
-     IN_FLOAT32_TOO),
-    (log_of_zero_behind_where, LOG, True, "torch.Tensor.log", "the divisor is 0 in 1 of 2",
-     IN_FLOAT32_TOO),
-    (sqrt_at_zero, DIVISION, True, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 2",
-     IN_FLOAT32_TOO),
-    (a_power_at_zero, DIVISION, True, "torch.Tensor.__pow__", "the divisor is 0 in 1 of 2",
-     IN_FLOAT32_TOO),
-    (acos_at_one, DIVISION, True, "torch.acos", "the divisor is 0 in 1 of 2",
-     IN_FLOAT32_TOO),
-    (in_a_module, DIVISION, True, "torch.Tensor.sqrt", "3 of 3",
-     IN_FLOAT32_TOO),
-    (in_a_checkpoint, DIVISION, True, "torch.Tensor.sqrt", "1 of 2",
-     IN_FLOAT32_TOO),
-    (in_a_function_of_the_script, DIVISION, True, "torch.Tensor.__truediv__", "1 of 2",
-     IN_FLOAT32_TOO),
-    (a_harmless_overflow, SCALE, True, "torch.Tensor.float", "the cast",
-     "harmless: finite at 32768; the scale is found within 1 step"),
-    (a_harmless_overflow_eight_steps_off, SCALE, True, "cast", "65504",
-     "harmless: finite at 256; the scale is found within 8 steps"),
-    (a_static_scale, SCALE, True, "torch.Tensor.float", "1.049e+06",
-     "loss_scale=32768"),
-    (a_grad_scaler, SCALE, True, "torch.Tensor.float", "1.311e+05",
-     "harmless: finite at 32768; the scale is found within 2 steps"),
-    (a_loss_that_the_scale_makes_inf, SCALE, False, "mul", "6.554e+38, float32 ends at 3.4e+38",
-     "harmless: finite at 32768"),
-    (an_overflow_at_any_scale, OVERFLOW, True, "torch.Tensor.__mul__", "2.197e+05",
-     "bfloat16"),
-    (a_row_that_is_masked_for_logsumexp, "inf that the script writes", False, "torch.Tensor.masked_fill",
-     "reaches the loss",
-     IN_FLOAT32_TOO),
-    (a_length_at_zero, DIVISION, True, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 1",
-     IN_FLOAT32_TOO),
-    (a_deviation_of_a_number, "a deviation of one element", False, "torch.Tensor.std", "std of one element",
-     IN_FLOAT32_TOO),
-    (a_deviation_along_an_axis_of_one, "a deviation of one element", False, "torch.Tensor.var", "var of one element",
-     IN_FLOAT32_TOO),
-    (a_deviation_of_nothing, DIVISION, False, "torch.Tensor.std", "std of no elements",
-     IN_FLOAT32_TOO),
-    (a_reciprocal_behind_where, DIVISION, False, "torch.rsqrt", "the divisor is 0 in 1 of 2",
-     IN_FLOAT32_TOO),
-    # The unbiased variance of 1e22 and -1e22 is 2e44, of which a tenth counts.
-    (a_running_variance_beyond_float32, OVERFLOW, False, "torch.nn.functional.batch_norm", "batch_norm needs 2e+43",
-     IN_FLOAT32_TOO),
-    (an_early_epsilon_that_float16_rounds_to_zero, DIVISION, False, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1",
-     "bfloat16 (O4 or O5 without cast_model_type=)"),
-]  # fmt: skip
+def a_harmless_overflow(layer, optimizer):
+    y = layer(torch.ones(1, 4))
+    backward(y.float().sum(), optimizer)  # here
 
 
-def marked_line(case):
-    lines, first = inspect.getsourcelines(case)
+@case(
+    *(layer_of(4, 2, 0.25, "O2"), SCALE, "cast", "65504"),
+    *("harmless: finite at 256; the scale is found within 8 steps", True),
+)
+def a_harmless_overflow_eight_steps_off(layer, optimizer):
+    y = layer(torch.ones(1, 4))  # here
+    backward(y.sum() * 200, optimizer)
+
+
+@case(
+    *(layer_of(4, 2, 0.25, loss_scale=2.0**20), SCALE, "torch.Tensor.float", "1.049e+06"),
+    *("loss_scale=32768", True),
+)
+def a_static_scale(layer, optimizer):
+    y = layer(torch.ones(1, 4))
+    backward(y.float().sum(), optimizer)  # here
+
+
+@case(
+    lambda: [filled(nn.Linear(4, 2), 0.25), torch.amp.GradScaler("cpu", init_scale=2.0**17)],
+    *(SCALE, "torch.Tensor.float", "1.311e+05", "harmless: finite at 32768; the scale is found within 2 steps", True),
+)
+def a_grad_scaler(layer, scaler):
+    optimizer = SGD(layer.parameters(), 0.1)
+    with torch.autocast("cpu", FP16):
+        y = layer(torch.ones(1, 4))
+    scaler.scale(y.float().sum()).backward()  # here
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@case(
+    lambda: [*layer_of(1, 1, 1.0)(), leaf(1e-6, 2e-6, dtype=FP16), torch.tensor(6e4, dtype=FP16)],
+    *(OVERFLOW, "torch.Tensor.__mul__", "2.197e+05", "bfloat16", True),
+)
+def an_overflow_at_any_scale(layer, optimizer, x, factor):
+    y = layer(torch.ones(1, 1)).float().sum() * 0
+    narrow = x * factor  # here
+    backward((narrow * factor).float().sum() + y, optimizer)
+
+
+def marked_line(run):
+    lines, first = inspect.getsourcelines(run)
     return next(first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
-
-
-@pytest.mark.parametrize(
-    "case, kind, backward, function, evidence, cure", CASES, ids=[row[0].__name__ for row in CASES]
-)
-def test_the_culprit_is_found_with_its_kind_and_cure(case, kind, backward, function, evidence, cure):
-    diagnosis = diagnose(case())
+@pytest.mark.parametrize("run, given, kind, backward, function, evidence, cure", CASES)
+def test_the_culprit_is_found_with_its_kind_and_cure(run, given, kind, backward, function, evidence, cure):
+    arguments = given()
+    diagnosis = diagnose(lambda: run(*arguments))
     print(diagnosis)
     culprit = diagnosis.culprit
-    assert (culprit.site.file, culprit.site.line) == (__file__, marked_line(case))
+    assert (culprit.site.file, culprit.site.line) == (__file__, marked_line(run))
     assert (culprit.kind, culprit.backward, culprit.function) == (kind, backward, function)
     assert evidence in culprit.evidence
     assert cure in str(diagnosis.cures[0])
@@ -543,39 +361,32 @@ def test_the_culprit_is_found_with_its_kind_and_cure(case, kind, backward, funct
 # No culprits
 
 
-def healthy():
-    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1")
-
-    def iteration():
-        scaled_backward(layer(torch.ones(2, 4)).float().mean(), optimizer)
-
-    return iteration
+def healthy(layer, optimizer):
+    backward(layer(torch.ones(2, 4)).float().mean(), optimizer)
 
 
-def a_mask_of_inf():
-    scores = leaf(1.0, 2.0)
-
-    def iteration():
-        masked = scores.masked_fill(torch.tensor([True, False]), -torch.inf)
-        F.softmax(masked, dim=-1).square().sum().backward()
-
-    return iteration
+def a_mask_of_inf(scores):
+    masked = scores.masked_fill(torch.tensor([True, False]), -torch.inf)
+    F.softmax(masked, dim=-1).square().sum().backward()
 
 
-def nan_that_reaches_nothing():
-    x = leaf(0.0, 1.0)
-
-    def iteration():
-        (x.detach() / x.detach()).mean()
-        x.std(unbiased=False).backward()
-        (x[:1].expand(2).std() * 1).backward()  # torch divides by 0 in the backward pass here, and masks the result
-
-    return iteration
+def nan_that_reaches_nothing(x):
+    (x.detach() / x.detach()).mean()
+    x.std(unbiased=False).backward()
+    (x[:1].expand(2).std() * 1).backward()  # torch divides by 0 in the backward pass here, and masks the result
 
 
-@pytest.mark.parametrize("case", [healthy, a_mask_of_inf, nan_that_reaches_nothing])
-def test_nothing_is_found_in_a_healthy_iteration(case):
-    found = diagnose(case())
+@pytest.mark.parametrize(
+    "run, given",
+    [
+        (healthy, layer_of(4, 2, 0.25)),
+        (a_mask_of_inf, lambda: [leaf(1.0, 2.0)]),
+        (nan_that_reaches_nothing, lambda: [leaf(0.0, 1.0)]),
+    ],
+)
+def test_nothing_is_found_in_a_healthy_iteration(run, given):
+    arguments = given()
+    found = diagnose(lambda: run(*arguments))
     assert not found
     assert str(found).startswith(f"nothing found in {found.operations} operations")
 
@@ -656,7 +467,7 @@ def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
         def iteration(scale=1.0):
             optimizer.zero_grad()
             loss = model(torch.randn(3, 4) * random.random()).square().sum() * scale
-            scaled_backward(loss, optimizer)
+            backward(loss, optimizer)
             if scale == 2:
                 raise KeyError("of the script")
             ampkit.clip_grad_norm_(optimizer, 1.0)
@@ -692,7 +503,7 @@ def test_a_cure_that_is_named_cures_when_it_is_done():
         model, optimizer = trained(model, "O1", loss_scale=1.0, **settings)
 
         def iteration():
-            scaled_backward(model(torch.full((2, 4), 3.0)), optimizer)
+            backward(model(torch.full((2, 4), 3.0)), optimizer)
 
         return model, iteration
 
@@ -726,7 +537,7 @@ def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with
 
     def skip(times):
         for _ in range(times):
-            scaled_backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
+            backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
             optimizer.step()
 
     skip(26)

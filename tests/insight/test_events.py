@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from helpers import backward
 from torch import nn
 
 import ampkit
@@ -73,8 +74,7 @@ def at_level(level, **settings):
         ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
         for factor in factors:
             optimizer.zero_grad()
-            with ampkit.scale_loss((model(torch.ones(2, 4)).float() * factor).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward((model(torch.ones(2, 4)).float() * factor).sum(), optimizer)
             optimizer.step()
         ampkit.close()
 

@@ -12,12 +12,6 @@ from torch.nn import functional as F
 import ampkit
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
-
-
 def iteration_at(level, **settings):
     model, optimizer = initialize_quietly(
         net_with_norm(), lambda params: torch.optim.SGD(params, 0.01), level, **settings

@@ -2,13 +2,11 @@
 
 import contextlib
 import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import backward, python
 from torch import nn
 
 import ampkit
@@ -64,73 +62,54 @@ def test_a_loop_is_warned_once_and_logged_after_five_steps_and_at_every_nth(all_
     assert len(logged) == 4
 
 
-def test_a_step_looks_at_as_many_parameters_as_the_budget_allows(monkeypatch):
-    """Each check costs a second, and a step takes 100: two of six, in turn."""
-    looked_at, times = [], {"now": 0.0}
-    monkeypatch.setattr(lost_updates, "perf_counter", lambda: times["now"])
-    original = lost_updates.Weights
+@pytest.mark.parametrize(
+    "seconds, counts",
+    [(100.0, [1, 2, 2, 2, 2, 2, 2]), (25.0, [1, 0, 1, 0, 1, 0, 1])],
+    ids=["two of six in turn", "one in every second step"],
+)
+def test_a_step_looks_at_as_many_parameters_as_the_budget_allows(seconds, counts, monkeypatch):
+    """Each check costs a second, and a step takes some: a budget of 2%."""
+    looked_at, times, original = [], {"now": 0.0}, lost_updates.Weights
 
     def weights(optimizer, most, named):
-        looked_at.append([name for name, _, _ in named])
+        looked_at[-1] += [name for name, _, _ in named]
         times["now"] += len(named)
         return original(optimizer, most, named)
 
+    monkeypatch.setattr(lost_updates, "perf_counter", lambda: times["now"])
     monkeypatch.setattr(lost_updates, "Weights", weights)
     model, optimizer = model_and_optimizer(torch.float32)
     with LostUpdates(optimizer) as lost:
-        for _ in range(4):
-            train(model, optimizer, steps=1)
-            times["now"] += 100.0
-    assert [len(names) for names in looked_at] == [1, 2, 2, 2]
-    assert len(lost.shares) == 6 and {name for names in looked_at for name in names} == set(lost.shares)
-
-
-def test_a_step_that_has_no_time_for_a_parameter_leaves_it_to_a_later_one(monkeypatch):
-    """Each check costs a second, and a step takes 25: 2% of two steps are enough for one check."""
-    looked_at, times = [], {"now": 0.0}
-    monkeypatch.setattr(lost_updates, "perf_counter", lambda: times["now"])
-    original = lost_updates.Weights
-
-    def weights(optimizer, most, named):
-        looked_at.append(round(times["now"] / 25.0))
-        times["now"] += len(named)
-        return original(optimizer, most, named)
-
-    monkeypatch.setattr(lost_updates, "Weights", weights)
-    model, optimizer = model_and_optimizer(torch.float32)
-    with LostUpdates(optimizer):
-        for _ in range(7):
+        for _ in counts:
             before = times["now"]
+            looked_at.append([])
             train(model, optimizer, steps=1)
-            times["now"] = before + 25.0
-    assert looked_at == [0, 2, 4, 6]
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_level_with_float32_values_loses_nothing(level, all_in_time):
-    model, optimizer = model_and_optimizer(torch.float32)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
-    with LostUpdates(optimizer) as lost:
-        for factor in 1.0, float("inf"), 1.0:  # a skipped step loses none
-            optimizer.zero_grad()
-            with ampkit.scale_loss(model(torch.randn(4, 8)).float().square().mean() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-    assert lost.share < 0.02
+            times["now"] = before + seconds
+    assert [len(names) for names in looked_at] == counts
+    assert set(lost.shares) == {name for names in looked_at for name in names}
+    assert seconds == 25.0 or len(lost.shares) == 6
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_torchs_grad_scaler_skips_lose_none(fused, all_in_time):
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+@pytest.mark.parametrize("level", ["O2", "O5", "torch's GradScaler"])
+def test_float32_values_lose_nothing_nor_do_skipped_steps(level, fused, all_in_time):
+    model, _ = model_and_optimizer(torch.float32)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused), None
+    if level in ("O2", "O5"):
+        ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with LostUpdates(optimizer) as lost:
         for factor in 1.0, float("inf"), 1.0:
             optimizer.zero_grad()
-            loss = model(torch.randn(4, 8))
-            scaler.scale((loss * torch.tensor([factor, 1.0, 1.0, 1.0])).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            loss = (model(torch.randn(4, 8)).float() * torch.tensor([[factor], [1.0], [1.0], [1.0]])).square().mean()
+            if scaler is None:
+                backward(loss, optimizer)
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
     assert lost.share < 0.02
 
 
@@ -176,8 +155,7 @@ def test_where_a_framework_is_imported_it_is_one_of_its_callbacks():
         "sys.modules['transformers'] = framework; from ampkit.integrations.lost_updates import LostUpdates;"
         "print(isinstance(LostUpdates(), framework.TrainerCallback))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True\n", done.stderr
+    assert python("-c", script).stdout == "True\n"
 
 
 def test_bad_arguments_are_refused():

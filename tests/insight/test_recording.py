@@ -4,6 +4,7 @@ The line that a case is about ends in ``# here``.
 """
 
 import inspect
+import json
 import re
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, initialize_quietly
+from helpers import ROOT, backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import linear as bound_early
@@ -24,18 +25,9 @@ from ampkit.insight.words import in_seconds
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def sgd(params):
-    return torch.optim.SGD(params, 0.125)
-
-
 def initialized(model, level, **settings):
     settings.setdefault("patch_torch_functions_type" if level == "O1" else "cast_model_type", BF16)
-    return initialize_quietly(model, sgd, level, **settings)
-
-
-def backward(loss, optimizer):
-    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    return initialize_quietly(model, lambda params: torch.optim.SGD(params, 0.125), level, **settings)
 
 
 def rows_here(record, case, phase="forward"):
@@ -53,40 +45,42 @@ def recorded(iteration):
 
 # Reasons
 
-
-def a_row_of_the_tables():
-    model, _ = initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
-    return lambda: model(x)  # here
+REASONS = []
 
 
-def a_row_in_float32():
-    model, _ = initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
+def case(function, dtypes_in, dtype_out, reason, model=lambda: nn.Linear(8, 8), level="O1", **settings):
+    """Decorate an iteration of ``model`` over float32 inputs: what is expected of the row of ``function``. Without a level the
+    model is in plain torch.
+    """
 
-    def iteration():
-        y = model(x)
-        F.softmax(y, -1)  # here
+    def add(run):
+        expected = function, dtypes_in, dtype_out, reason
+        REASONS.append(pytest.param(run, model, level, settings, expected, id=run.__name__))
+        return run
 
-    return iteration
-
-
-def an_operator():
-    weight = nn.Parameter(torch.randn(8, 8))
-    initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
-    return lambda: x @ weight  # here
+    return add
 
 
-def a_row_of_the_callers_policy():
-    model, _ = initialized(nn.Linear(8, 8), "O1", policy={"torch.nn.functional.gelu": "fp32"})
-    x = torch.randn(4, 8)
+@case("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables')
+def a_row_of_the_tables(model, x):
+    model(x)  # here
 
-    def iteration():
-        y = model(x)
-        F.gelu(y)  # here
 
-    return iteration
+@case("softmax", {BF16}, FP32, 'float32: row "softmax" of the tables')
+def a_row_in_float32(model, x):
+    y = model(x)
+    F.softmax(y, -1)  # here
+
+
+@case("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables')
+def an_operator(model, x):
+    x @ model.weight  # here
+
+
+@case("gelu", {BF16}, FP32, 'float32: row "gelu" of policy=', policy={"torch.nn.functional.gelu": "fp32"})
+def a_row_of_the_callers_policy(model, x):
+    y = model(x)
+    F.gelu(y)  # here
 
 
 class _Biased(nn.Module):
@@ -98,39 +92,26 @@ class _Biased(nn.Module):
         return self.layer(x) + self.bias
 
 
-def promoted_by_a_parameter():
-    model, _ = initialized(_Biased(), "O1")
-    x = torch.randn(4, 8)
-    return lambda: model(x)
+@case("add", {BF16, FP32}, FP32, "float32: promoted by parameter 'bias'", _Biased)
+def promoted_by_a_parameter(model, x):
+    model(x)
 
 
-def bound_before_initialize():
-    weight = nn.Parameter(torch.randn(8, 8))
-    initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
-    return lambda: bound_early(x, weight)  # here
+@case("linear", {FP32}, BF16, "bfloat16: bound before initialize, cast by torch.autocast's list")
+def bound_before_initialize(model, x):
+    bound_early(x, model.weight)  # here
 
 
-def a_region():
-    model, _ = initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
-
-    def iteration():
-        with torch.autocast("cpu", enabled=False):
-            model(x)  # here
-
-    return iteration
+@case("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}")
+def a_region(model, x):
+    with torch.autocast("cpu", enabled=False):
+        model(x)  # here
 
 
-def casts_that_are_disabled():
-    model, _ = initialized(nn.Linear(8, 8), "O1")
-    x = torch.randn(4, 8)
-
-    def iteration():
-        with ampkit.disable_casts():
-            model(x)  # here
-
-    return iteration
+@case("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}")
+def casts_that_are_disabled(model, x):
+    with ampkit.disable_casts():
+        model(x)  # here
 
 
 class _Headed(nn.Module):
@@ -143,74 +124,43 @@ class _Headed(nn.Module):
         return self.head(x)
 
 
-def kept():
-    model, _ = initialized(_Headed(), "O2", keep_fp32=["head"])
-    x = torch.randn(4, 8)
-    return lambda: model(x)
+@case("linear", {FP32}, FP32, "float32: kept by keep_fp32='head'", _Headed, "O2", keep_fp32=["head"])
+def kept(model, x):
+    model(x)
 
 
-def float64():
-    x = torch.randn(4, 8, dtype=FP64)
-    initialized(nn.Linear(8, 8), "O1")
-    return lambda: x @ x.t()  # here
+@case("matmul", {FP64}, FP64, "float64: as given", lambda: torch.randn(4, 8, dtype=FP64))
+def float64(wide, x):
+    wide @ wide.t()  # here
 
 
-def plain_torch():
-    x = torch.randn(4, 8)
-    return lambda: x @ x.t()  # here
+@case("matmul", {FP32}, FP32, "float32: as given", level=None)
+def plain_torch(model, x):
+    x @ x.t()  # here
 
 
-def torchs_autocast():
-    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
-
-    def iteration():
-        with torch.autocast("cpu", BF16):
-            layer(x)  # here
-
-    return iteration
+@case("linear", {FP32}, BF16, "bfloat16: torch.autocast's list, region at test_recording.py:{line - 1}", level=None)
+def torchs_autocast(model, x):
+    with torch.autocast("cpu", BF16):
+        model(x)  # here
 
 
-def an_explicit_dtype():
-    x = torch.randn(4, 8, dtype=BF16)
-    return lambda: x.sum(dtype=FP32)  # here
+@case("sum", {BF16}, FP32, "float32: dtype= at the call", lambda: torch.randn(4, 8, dtype=BF16), level=None)
+def an_explicit_dtype(narrow, x):
+    narrow.sum(dtype=FP32)  # here
 
 
-# case: function, dtypes in, dtype out, reason, and the line where it is not marked
-REASONS = {
-    a_row_of_the_tables: ("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables'),
-    a_row_in_float32: ("softmax", {BF16}, FP32, 'float32: row "softmax" of the tables'),
-    an_operator: ("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables'),
-    a_row_of_the_callers_policy: ("gelu", {BF16}, FP32, 'float32: row "gelu" of policy='),
-    promoted_by_a_parameter: ("add", {BF16, FP32}, FP32, "float32: promoted by parameter 'bias'"),
-    bound_before_initialize: (
-        "linear",
-        {FP32},
-        BF16,
-        "bfloat16: bound before initialize, cast by torch.autocast's list",
-    ),
-    a_region: ("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}"),
-    casts_that_are_disabled: ("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}"),
-    kept: ("linear", {FP32}, FP32, "float32: kept by keep_fp32='head'"),
-    float64: ("matmul", {FP64}, FP64, "float64: as given"),
-    plain_torch: ("matmul", {FP32}, FP32, "float32: as given"),
-    torchs_autocast: (
-        "linear",
-        {FP32},
-        BF16,
-        "bfloat16: torch.autocast's list, region at test_recording.py:{line - 1}",
-    ),
-    an_explicit_dtype: ("sum", {BF16}, FP32, "float32: dtype= at the call"),
-}
-
-
-@pytest.mark.parametrize("case", REASONS, ids=lambda case: case.__name__)
-def test_a_row_says_what_is_computed_in_what_and_why(case):
-    function, dtypes_in, dtype_out, reason = REASONS[case]
-    record = recorded(case())
-    rows = rows_here(record, case) or [row for row in record.calls if row.reason == reason and row.phase == "forward"]
+@pytest.mark.parametrize("run, make, level, settings, expected", REASONS)
+def test_a_row_says_what_is_computed_in_what_and_why(run, make, level, settings, expected):
+    function, dtypes_in, dtype_out, reason = expected
+    model, x = make(), torch.randn(4, 8)
+    if level is not None:
+        model_of_level = model if isinstance(model, nn.Module) else nn.Linear(8, 8)
+        initialized(model_of_level, level, **settings)
+    record = recorded(lambda: run(model, x))
+    rows = rows_here(record, run) or [row for row in record.calls if row.reason == reason and row.phase == "forward"]
     (row,) = [row for row in rows if row.function == function]
-    line = row.line
-    wanted = reason.replace("{line - 1}", str(line - 1))
+    wanted = reason.replace("{line - 1}", str(row.line - 1))
     assert (set(row.dtypes_in), row.dtypes_out, row.reason) == (dtypes_in, (dtype_out,), wanted)
 
 
@@ -225,39 +175,33 @@ def grouped(a, b):
     return F.grouped_mm(a, b, offs=None if a.dim() == b.dim() == 3 else torch.tensor([8, 32], dtype=torch.int32))
 
 
-def products():
-    """Function, its arguments, FLOPs forward and backward, and whether Tensor Cores can run it in bfloat16."""
-    yield F.linear, [(4, 16), (8, 16)], 2 * 4 * 16 * 8, 2, "yes"
-    yield torch.matmul, [(2, 3, 16), (2, 16, 8)], 2 * 2 * 3 * 16 * 8, 2, "yes"
-    yield torch.matmul, [(16, 30), (30, 8)], 2 * 16 * 30 * 8, 2, "no: K = 30 is no multiple of 8; pad it to 32"
-    yield (
-        F.linear,
-        [(8, 1000), (1001, 1000)],
-        2 * 8 * 1000 * 1001,
-        2,
-        "no: N = 1001 is no multiple of 8; pad it to 1008",
-    )
-    yield F.conv2d, [(2, 8, 6, 6), (16, 8, 3, 3)], 2 * 2 * 16 * 4 * 4 * 8 * 9, 2, "yes"
-    yield (
-        F.conv2d,
-        [(2, 3, 6, 6), (16, 3, 3, 3)],
-        2 * 2 * 16 * 16 * 3 * 9,
-        2,
-        "no: C_in = 3 is no multiple of 8; pad it to 8",
-    )
-    yield F.conv_transpose2d, [(2, 8, 4, 4), (8, 16, 3, 3)], 2 * 2 * 8 * 4 * 4 * 16 * 9, 2, "yes"
-    if hasattr(F, "grouped_mm"):  # newer torch
-        yield grouped, [(32, 16), (2, 16, 8)], 2 * 32 * 16 * 8, 2, "yes"  # rows 0-7 by the first, 8-31 by the second
-        yield grouped, [(2, 24, 16), (2, 16, 8)], 2 * 2 * 24 * 16 * 8, 2, "yes"
-        yield grouped, [(2, 8, 16), (16, 32)], 2 * 8 * 16 * 32, 2, "yes"
-        yield grouped, [(8, 32), (32, 16)], 2 * 8 * 32 * 16, 2, "yes"
+def no(dimension, size, padded):
+    return f"no: {dimension} = {size} is no multiple of 8; pad it to {padded}"
+
+
+#: Function, its arguments, FLOPs forward, how many times as many backward, and whether Tensor Cores can run it in bfloat16.
+PRODUCTS = [
+    (F.linear, [(4, 16), (8, 16)], 2 * 4 * 16 * 8, 2, "yes"),
+    (torch.matmul, [(2, 3, 16), (2, 16, 8)], 2 * 2 * 3 * 16 * 8, 2, "yes"),
+    (torch.matmul, [(16, 30), (30, 8)], 2 * 16 * 30 * 8, 2, no("K", 30, 32)),
+    (F.linear, [(8, 1000), (1001, 1000)], 2 * 8 * 1000 * 1001, 2, no("N", 1001, 1008)),
+    (F.conv2d, [(2, 8, 6, 6), (16, 8, 3, 3)], 2 * 2 * 16 * 4 * 4 * 8 * 9, 2, "yes"),
+    (F.conv2d, [(2, 3, 6, 6), (16, 3, 3, 3)], 2 * 2 * 16 * 16 * 3 * 9, 2, no("C_in", 3, 8)),
+    (F.conv_transpose2d, [(2, 8, 4, 4), (8, 16, 3, 3)], 2 * 2 * 8 * 4 * 4 * 16 * 9, 2, "yes"),
     # Scores and values; backward the scores once more, and a product for the gradient of each of four matrices.
-    yield attention, [(2, 3, 10, 8)] * 3, 2 * 2 * (2 * 3) * 10 * 10 * 8, 2.5, "yes"
+    (attention, [(2, 3, 10, 8)] * 3, 2 * 2 * (2 * 3) * 10 * 10 * 8, 2.5, "yes"),
+]
+if hasattr(F, "grouped_mm"):  # newer torch
+    PRODUCTS += [
+        (grouped, [(32, 16), (2, 16, 8)], 2 * 32 * 16 * 8, 2, "yes"),  # rows 0-7 by the first, 8-31 by the second
+        (grouped, [(2, 24, 16), (2, 16, 8)], 2 * 2 * 24 * 16 * 8, 2, "yes"),
+        (grouped, [(2, 8, 16), (16, 32)], 2 * 8 * 16 * 32, 2, "yes"),
+        (grouped, [(8, 32), (32, 16)], 2 * 8 * 32 * 16, 2, "yes"),
+    ]
 
 
-@pytest.mark.parametrize("product", list(products()), ids=lambda product: f"{product[0].__name__} {product[1]}")
-def test_flops_and_tensor_cores_follow_from_shapes_and_dtypes(product):
-    function, shapes, flops, times, verdict = product
+@pytest.mark.parametrize("function, shapes, flops, times, verdict", PRODUCTS)
+def test_flops_and_tensor_cores_follow_from_shapes_and_dtypes(function, shapes, flops, times, verdict):
     tensors = [torch.randn(shape, dtype=BF16, requires_grad=True) for shape in shapes]
     record = recorded(lambda: function(*tensors).sum(dtype=FP32).backward())
     rows = [row for row in record.calls if row.flops]
@@ -494,11 +438,14 @@ def test_rows_of_one_line_name_their_own_modules():
     assert of == {"0": False, "1": True}
 
 
-def test_json_names_no_folders(tmp_path):
-    record = recorded(lambda: torch.ones(4, 4) @ torch.ones(4, 4))
-    record.to_json(tmp_path / "record.json")
+def test_json_has_rows_in_plain_words_and_names_no_folders(tmp_path):
+    layer = nn.Linear(8, 8, bias=False)
+    recorded(lambda: layer(torch.ones(4, 8))).to_json(tmp_path / "record.json")
     text = (tmp_path / "record.json").read_text()
-    assert '"file": "test_recording.py"' in text and str(ROOT) not in text
+    (row,) = [row for row in json.loads(text)["calls"] if row["function"] == "linear"]
+    assert (row["file"], row["dtypes_in"], row["flops"]) == ("test_recording.py", ["float32"], 2 * 4 * 8 * 8)
+    assert row["reason"] == "float32: as given" and row["site"] == f"test_recording.py:{row['line']}"
+    assert str(ROOT) not in text
 
 
 def test_compiled_code_is_recorded_eagerly_and_the_record_says_so():

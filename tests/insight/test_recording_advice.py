@@ -1,7 +1,6 @@
 """The advice of a record, beside sums on paper, and its JSON."""
 
 import inspect
-import json
 
 import pytest
 import torch
@@ -23,108 +22,96 @@ def recorded(iteration, times=1):
     return record
 
 
-def a_region():
-    model, _ = initialize_quietly(
-        nn.Linear(64, 64), lambda params: torch.optim.SGD(params, 0.1), "O1", patch_torch_functions_type=BF16
-    )
-
-    def iteration():
-        x = model(torch.randn(8, 64)).float()
-        with torch.autocast("cpu", enabled=False):
-            model(x)  # here
-
-    return iteration
+ADVICE = []
+FLOAT64 = "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
+AT_O1 = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
 
 
-def a_vocabulary():
-    weight = nn.Parameter(torch.randn(1001, 1000))
+def case(finding, change, make=tuple):
+    """Decorate an iteration, called with what ``make`` returns, whose line ``# here`` has a finding and a change."""
 
-    def iteration():
-        with torch.autocast("cpu", BF16):
-            F.linear(torch.randn(8, 1000), weight)  # here
+    def add(run):
+        ADVICE.append(pytest.param(run, make, finding, change, id=run.__name__))
+        return run
 
-    return iteration
-
-
-def all_in_float32():
-    x = torch.randn(64, 64)
-    return lambda: x @ x
+    return add
 
 
+def a_layer_at_o1():
+    settings = dict(patch_torch_functions_type=BF16)
+    return initialize_quietly(nn.Linear(64, 64), lambda params: torch.optim.SGD(params, 0.1), "O1", **settings)
+
+
+@case(
+    "linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out", a_layer_at_o1
+)
+def a_region(model, optimizer):
+    x = model(torch.randn(8, 64)).float()
+    with torch.autocast("cpu", enabled=False):
+        model(x)  # here
+
+
+@case("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008", lambda: [torch.randn(1001, 1000)])
+def a_vocabulary(weight):
+    with torch.autocast("cpu", BF16):
+        F.linear(torch.randn(8, 1000), weight)  # here
+
+
+@case(
+    "item reads 9 numbers an iteration",
+    "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps",
+)
 def integers_that_are_read():
     labels = torch.arange(6)
-
-    def iteration():
-        return int(labels.sum()), labels.max().item(), bool(labels.any()), [int(one) for one in labels]  # here
-
-    return iteration
+    return int(labels.sum()), labels.max().item(), bool(labels.any()), [int(one) for one in labels]  # here
 
 
-def a_penalty_in_float64():
-    weight, gradient = nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64).double()
-
-    def iteration():
-        wide = weight.double()
-        (wide @ wide.T).backward(gradient)  # here
-
-    return iteration
+# Float64 is made before the line, which computes in it.
 
 
-def a_model_in_float64():
-    model, x, gradient = nn.Linear(64, 64).double(), torch.randn(8, 64).double(), torch.ones(8, 64).double()
-
-    def iteration():
-        model(x).backward(gradient)  # here
-
-    return iteration
+@case("matmul computes in float64", FLOAT64, lambda: [nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64).double()])
+def a_penalty_in_float64(weight, gradient):
+    wide = weight.double()
+    (wide @ wide.T).backward(gradient)  # here
 
 
-def positions_in_float64():
-    weight, positions = torch.randn(64, 64), torch.linspace(0, 1, 64, dtype=torch.float64)
-    return lambda: weight * positions  # here
+@case(
+    *("linear computes in float64", FLOAT64),
+    lambda: [nn.Linear(64, 64).double(), torch.randn(8, 64).double(), torch.ones(8, 64).double()],
+)
+def a_model_in_float64(model, x, gradient):
+    model(x).backward(gradient)  # here
 
 
-def products_in_float32_and_in_float64():
-    x, y = torch.randn(64, 64), torch.randn(64, 64).double()
-    return lambda: (x @ x, y @ y)
+@case("mul computes in float64", FLOAT64, lambda: [torch.randn(64, 64), torch.linspace(0, 1, 64, dtype=torch.float64)])
+def positions_in_float64(weight, positions):
+    weight * positions  # here
 
 
-#: Float64 is made before the line, which computes in it.
-FLOAT64 = "write .float() for .double(), or x.float() before it: numpy's arrays are float64, and what meets them"
-# case: the finding, and the change
-ADVICE = {
-    a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
-    a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),
-    integers_that_are_read: (
-        "item reads 9 numbers an iteration",
-        "add them up as tensors, torch.stack(...).sum(), and read one number, every 100 steps",
-    ),
-    a_penalty_in_float64: ("matmul computes in float64", FLOAT64),
-    a_model_in_float64: ("linear computes in float64", FLOAT64),
-    positions_in_float64: ("mul computes in float64", FLOAT64),
-    products_in_float32_and_in_float64: (
-        "every matrix product computes in float32 or float64",
-        'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
-    ),
-    all_in_float32: (
-        "every matrix product computes in float32",
-        'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
-    ),
-}
+@case(
+    *("every matrix product computes in float32 or float64", AT_O1),
+    lambda: [torch.randn(64, 64), torch.randn(64, 64).double()],
+)
+def products_in_float32_and_in_float64(x, wide):
+    return x @ x, wide @ wide
 
 
-@pytest.mark.parametrize("case", ADVICE, ids=lambda case: case.__name__)
-def test_advice_names_line_figure_and_change(case, monkeypatch):
+@case("every matrix product computes in float32", AT_O1, lambda: [torch.randn(64, 64)])
+def all_in_float32(x):
+    x @ x
+
+
+@pytest.mark.parametrize("run, make, finding, change", ADVICE)
+def test_advice_names_line_figure_and_change(run, make, finding, change, monkeypatch):
     monkeypatch.setattr(advice_of, "computes_slowly_in", lambda dtype: False)
-    finding, change = ADVICE[case]
-    record = recorded(case())
-    advice = record.advice
-    lines, first = inspect.getsourcelines(case)
+    given = make()
+    record = recorded(lambda: run(*given))
+    lines, first = inspect.getsourcelines(run)
     here = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")]
-    (row,) = [row for row in advice if row.found.startswith(finding)]
+    (row,) = [row for row in record.advice if row.found.startswith(finding)]
     assert row.change == change
     assert row.site == (f"test_recording_advice.py:{here[0]}" if here else "")
-    assert [row.gain for row in advice] == sorted((row.gain for row in advice), reverse=True)
+    assert [row.gain for row in record.advice] == sorted((row.gain for row in record.advice), reverse=True)
     words = " ".join(str(record).split())
     assert all(part in words for part in (row.site, row.found, row.change))
 
@@ -133,7 +120,8 @@ def test_lower_precision_is_not_advised_where_it_is_slow(monkeypatch):
     asked = set()
     for module in (advice_of, recorder):
         monkeypatch.setattr(module, "computes_slowly_in", lambda dtype: asked.add(dtype) or True)
-    in_float32, x = recorded(all_in_float32()), torch.randn(60, 60, dtype=torch.bfloat16)
+    x, wide = torch.randn(60, 60, dtype=torch.bfloat16), torch.randn(64, 64)
+    in_float32 = recorded(lambda: wide @ wide)
     in_bfloat16 = recorded(lambda: (x @ x, x.float() @ x.float()))  # of a size that matrix units do not take
     assert asked == {torch.bfloat16} and (in_float32.advice, in_float32.notes, in_bfloat16.advice) == ([], [], [])
     (note,) = in_bfloat16.notes
@@ -156,26 +144,6 @@ def test_operators_have_the_names_of_their_methods():
 
     functions = {row.function for row in recorded(iteration).calls}
     assert functions == {"and", "or", "xor", "iand", "lshift", "mod"}
-
-
-# Out
-
-
-def test_json_has_all_rows_in_plain_words(tmp_path):
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def iteration():
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-
-    record = recorded(iteration)
-    record.to_json(tmp_path / "record.json")
-    found = json.loads((tmp_path / "record.json").read_text())
-    assert found["iterations"] == 1
-    linear = next(row for row in found["calls"] if row["function"] == "linear" and row["phase"] == "forward")
-    assert linear["dtypes_in"] == ["float32"] and linear["flops"] == 2 * 4 * 8 * 8
-    assert linear["reason"] == "float32: as given" and linear["site"].startswith("test_recording_advice.py:")
 
 
 class Slow(nn.Module):

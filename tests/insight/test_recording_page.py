@@ -1,15 +1,13 @@
 """The page of a recording: it loads nothing from elsewhere, and shows the source with the rows of each line."""
 
-import os
 import re
-import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 import torch
-from helpers import ROOT, initialize_quietly
+from helpers import ROOT, backward, initialize_quietly, python
 from torch import nn
 
 import ampkit
@@ -34,8 +32,7 @@ def page(tmp_path_factory):
     with ampkit.recording() as record:
         for _ in range(3):
             loss = model(torch.randn(8, 16)).float().square().mean()
-            with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
             optimizer.step()
     ampkit.close()
     path = tmp_path_factory.mktemp("page") / "record.html"
@@ -85,51 +82,21 @@ def test_it_shows_the_rows_and_the_source(page):
     assert text.count("⋮") == 1  # the model's line, and the lines of the loop
 
 
-FINE_TUNING = """
-import torch
-from transformers import BertConfig, BertForSequenceClassification
-
-torch.manual_seed(0)
-sizes = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
-model = BertForSequenceClassification(BertConfig(**sizes)).train()
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
-for step in range(10):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=torch.randint(1000, (4, 32)), labels=torch.randint(2, (4,))).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
 def an_apex_script(folder):
     return ["--device", "cpu", ROOT / "tests" / "apex" / "scripts" / "gan.py", "--iterations", "9"], "conv_transpose2d"
 
 
 def the_imagenet_example(folder):
-    make = [sys.executable, ROOT / "examples" / "imagenet" / "make_digits.py", folder / "digits"]
-    subprocess.run(make, check=True, capture_output=True)
+    python(ROOT / "examples" / "imagenet" / "make_digits.py", folder / "digits")
     options = ["--b", "8", "--image-size", "32", "--augment", "none", "--opt-level", "O1", "--workers", "0"]
     return [ROOT / "examples" / "imagenet" / "main_amp.py", *options, folder / "digits"], "batch_norm"
 
 
-def a_loop_of_transformers(folder):
-    pytest.importorskip("transformers")  # comes with `make clients`
-    (folder / "fine_tuning.py").write_text(FINE_TUNING)
-    return [folder / "fine_tuning.py"], "scaled_dot_product_attention"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [an_apex_script, the_imagenet_example, a_loop_of_transformers], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("script", [an_apex_script, the_imagenet_example], ids=lambda f: f.__name__)
 def test_pages_of_real_scripts_work(script, tmp_path):
     arguments, function = script(tmp_path)
-    command = [sys.executable, "-m", "ampkit", "record", "--html", "record.html", *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = python("-m", "ampkit", "record", "--html", "record.html", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "3 iterations: " in done.stdout and function in done.stdout
     assert Reader((tmp_path / "record.html").read_text()).open == []

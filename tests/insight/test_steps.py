@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import backward, initialize_quietly
 from torch import nn
 
 import ampkit
@@ -16,12 +16,6 @@ MAKERS = {
     "RMSprop": lambda params: torch.optim.RMSprop(params, 0.01),  # over stand-ins
     "FusedAdam": lambda params: ampkit.optimizers.FusedAdam(params, 0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
 
 
 class Line(nn.Module):
@@ -43,8 +37,7 @@ NORMS = {"a.weight": math.sqrt(2 * 3**2 + 2 * 4**2), "b": math.sqrt(3 * 2**2)}
 def train(model, optimizer, steps=1, scale=1.0, clip=None):
     for _ in range(steps):
         optimizer.zero_grad()
-        with ampkit.scale_loss(model(X) * scale, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(X) * scale, optimizer)
         if clip:
             ampkit.clip_grad_norm_(optimizer, clip)
         optimizer.step()

@@ -1,11 +1,9 @@
 """Rows of benchmarks/troubles.py: in each of these ways the tool names line, kind and cure, the cure cures, or nothing is wrong."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python
 
 #: By ways of training: the names of rows, and the expected cells.
 ROWS = {
@@ -41,17 +39,7 @@ ROWS = {
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
 @pytest.mark.parametrize("ways", ROWS)
 def test_a_planted_trouble_has_its_line_its_kind_and_its_cure(ways):
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "troubles.py"),
-        "--verbose",
-        "--only",
-        *ROWS[ways],
-        "--ways",
-        *ways,
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    script = ROOT / "benchmarks" / "troubles.py"
+    done = python(script, "--verbose", "--only", *ROWS[ways], "--ways", *ways)
     cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert {name: tuple(verdicts) for name, *verdicts in cells} == ROWS[ways], done.stdout + done.stderr

@@ -4,7 +4,7 @@
     make mutants MINUTES=60 SEED=3           a longer sample, and another one
     make mutants PROMISES='*loss scale*'     only named faults, where the promise or the place matches
 
-Named faults stand in ``promises.toml``: each breaks one promise, and names the tests that notice. `named.py` finds the place in the
+Named faults stand in ``promises.toml``: each breaks one promise, and names the tests that notice. `fault.py` finds the place in the
 syntax tree, so that a change of layout leaves the row valid. A row whose place is gone is *stale*: mend it, or delete it.
 
 Sampled faults are drawn at random from all that `operators.py` can plant in the functions of ampkit/: a comparison turned round, a

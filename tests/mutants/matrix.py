@@ -12,39 +12,24 @@ stays. A test that states a promise of its own stays all the same: that is for p
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
-import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import run
 from .fault import Fault
 from .forks import ROOT, WORKERS, Result, run_all
-from .operators import faults_of
 
 KILLS = ROOT / "build" / "kills.jsonl"
 LEAST_FAULTS = 3
 
 
-def function_of(test: str) -> str:
-    return test.partition("[")[0]
-
-
-def one_case_each(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
-    """The fastest case of each test function."""
-    fastest: dict[str, str] = {}
-    for test in sorted(tests, key=seconds_of.__getitem__):
-        fastest.setdefault(function_of(test), test)
-    return list(fastest.values())
-
-
 def failed_in(result: Result) -> list[str]:
     lines = [line for line in result.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return sorted({function_of(line.split(" ")[1]) for line in lines})
+    return sorted({run.function_of(line.split(" ")[1]) for line in lines})
 
 
 def plant(seed: int, count: int, only: str, under: tuple[str, ...]) -> None:
@@ -56,12 +41,12 @@ def plant(seed: int, count: int, only: str, under: tuple[str, ...]) -> None:
         planted: list[tuple[Fault, list[str]]] = []
 
         def jobs() -> Iterator:
-            for fault, first in sampled(seed, only):
+            for fault, first in run.sampled(seed, only):
                 reached = tests_of[f"{fault.file}:{first}"]
                 if len(planted) == count:
                     return
                 if reached and str(fault) not in known:
-                    tests = one_case_each(reached, seconds_of)
+                    tests = run.one_case_each(reached, seconds_of)
                     planted.append((fault, tests))
                     job = lambda worker, fault=fault, tests=tests: run.job_in_python(fault, tests, copies[worker])  # noqa: E731
                     yield lambda worker, job=job: without_a_stop(job(worker))
@@ -74,16 +59,9 @@ def without_a_stop(job: run.Job) -> run.Job:
     return job
 
 
-def sampled(seed: int, only: str) -> list[tuple[Fault, int]]:
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py"))
-    faults = [pair for file in files if fnmatch.fnmatch(file, only) for pair in faults_of(ROOT, file)]
-    random.Random(seed).shuffle(faults)
-    return faults
-
-
 def keep(fault: Fault, tests: list[str], result: Result) -> None:
     """Print and store the tests that noticed the fault: all of them, if the process ended without a summary."""
-    ran = sorted(map(function_of, tests))
+    ran = sorted(map(run.function_of, tests))
     failed = failed_in(result) if result.status in (0, 1) and result.log.strip() else ran
     print(f"{len(failed):>4} of {len(ran):>4} tests notice {fault}, {result.seconds:.0f} s", flush=True)
     KILLS.parent.mkdir(exist_ok=True)

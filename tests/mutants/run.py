@@ -7,6 +7,7 @@ import ast
 import fnmatch
 import hashlib
 import importlib.util
+import itertools
 import os
 import random
 import shlex
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ptx.build import ARCHITECTURES
@@ -30,14 +32,8 @@ from .operators import faults_of
 
 PARTS = ("ampkit", "csrc", "docs", "examples", "tests", "pyproject.toml", "setup.py", "README.md")
 RECORD = ROOT / "build" / "reach.tsv"
-NOT_SAMPLED = {
-    "project",
-    "docs",
-    "emulation",
-    "simulated",
-    "gpu",
-    "mutants",
-}  # tests of other things than ampkit's functions
+#: Folders with tests of other things than ampkit's functions.
+NOT_SAMPLED = {"project", "docs", "emulation", "simulated", "gpu", "mutants"}
 SECONDS_OF_TESTS = 45.0  # for a sampled fault, as the tests took without one
 MOST_SURVIVORS = 0.10
 
@@ -83,29 +79,25 @@ def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
 
 
 class Tally:
-    """A tally that prints a line for each fault, and counts killed faults by room."""
+    """A tally that prints a line for each fault."""
 
-    def __init__(self) -> None:
-        self.planted: Counter[str] = Counter()
+    def __init__(self, title: str) -> None:
+        self.title, self.planted, self.stale = title, 0, 0
         self.survived: list[Fault] = []
-        self.stale = 0
 
     def add_stale(self, what: object, why: str) -> None:
         self.stale += 1
         print(f"STALE     {what}: {why}", flush=True)
 
     def add(self, fault: Fault, result: Result) -> None:
-        self.planted[fault.room] += 1
+        self.planted += 1
         if result.status == 0:
             self.survived.append(fault)
         by = f" | {result.failed.removeprefix('tests/') or 'an import'}" if result.status else ""
         print(f"{'killed' if by else 'SURVIVED':<8}  {fault}{by}, {result.seconds:.1f} s", flush=True)
 
-    def print_rooms(self) -> None:
-        survived = Counter(fault.room for fault in self.survived)
-        for room, planted in sorted(self.planted.items()):
-            print(f"{room:<22} {survived[room]:>4} of {planted:>4} survived, {survived[room] / planted:.0%}")
-        print(f"{'in all':<22} {len(self.survived):>4} of {sum(self.planted.values()):>4} survived")
+    def print(self) -> None:
+        print(f"\n{self.title}: {len(self.survived)} of {self.planted} survived, {self.stale} are stale")
         for fault in self.survived:
             print(f"  {fault}")
 
@@ -113,8 +105,14 @@ class Tally:
 # Named faults
 
 
-def plant_named(faults: list[Fault], scratch: Path) -> Tally:
-    tally = Tally()
+def plant_named(pattern: str, table: str, scratch: Path) -> Tally:
+    tally, faults = Tally("Named faults"), []
+    for row in rows(table):
+        if any(fnmatch.fnmatchcase(text, pattern) for text in (row["promise"], row["where"])):
+            try:
+                faults.append(named(row, ROOT))
+            except StaleRow as error:
+                tally.add_stale(row["promise"], str(error))
     in_cpp = [fault for fault in faults if fault.is_cpp]
     in_python = [fault for fault in faults if not fault.is_cpp]
     build, built = None, scratch / "cpp"
@@ -234,26 +232,17 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
 
 def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     """Plant faults in an order that ``seed`` gives, until the clock shows ``until``."""
-    tally, copies = Tally(), [copy_of_project(scratch / f"sample{worker}") for worker in range(WORKERS)]
+    tally = Tally(f"Sampled faults, seed {seed}")
+    copies = [copy_of_project(scratch / f"sample{worker}") for worker in range(WORKERS)]
     tests_of, seconds_of = record_of_reach(copies, scratch)
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py"))
-    faults = [pair for file in files if fnmatch.fnmatch(file, only) for pair in faults_of(ROOT, file)]
-    random.Random(seed).shuffle(faults)
-    unreached = [fault for fault, first in faults if not tests_of[f"{fault.file}:{first}"]]
-    print(f"{len(faults)} faults can be planted; {len(unreached)} are in functions that no test reaches")
-    functions_in = Counter(test for tests in tests_of.values() for test in tests)
     planted: list[Fault] = []
 
     def jobs() -> Iterator[Callable[[int], Job]]:
-        for fault, first in faults:
-            tests = chosen(tests_of[f"{fault.file}:{first}"], seconds_of, functions_in)
+        for fault, first in sampled(seed, only):
             if time.monotonic() > until:
                 return
-            try:
-                ast.parse(fault.planted(copies[0]))
-            except SyntaxError:  # such as a condition that binds a name
-                continue
-            if tests:
+            cases = one_case_each(tests_of[f"{fault.file}:{first}"], seconds_of)
+            if tests := within(SECONDS_OF_TESTS, cases, seconds_of):
                 planted.append(fault)
                 yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker])
 
@@ -261,20 +250,33 @@ def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     return tally
 
 
-def chosen(tests: set[str], seconds_of: dict[str, float], functions_in: Mapping[str, int]) -> list[str]:
-    """Choose as many tests as the time allows: first fast ones that reach little else; other cases of a test come later."""
-    cases, order = Counter(), []
-    for cost, test in sorted(((seconds_of[test] + 0.01) * functions_in[test], test) for test in tests):
-        function = test.partition("[")[0]
-        cases[function] += 1
-        order.append((cases[function] * cost, test))
-    picked, total = [], 0.0
-    for _, test in sorted(order):
-        total += seconds_of[test] + 0.01
-        if picked and total > SECONDS_OF_TESTS:
-            break
-        picked.append(test)
-    return picked
+def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
+    """Yield each fault of files like ``only``, in an order that ``seed`` gives, with the first line of its function."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py"))
+    faults = [pair for file in files if fnmatch.fnmatch(file, only) for pair in faults_of(ROOT, file)]
+    random.Random(seed).shuffle(faults)
+    for fault, first in faults:
+        with suppress(SyntaxError):  # such as a condition that binds a name
+            ast.parse(fault.planted(ROOT))
+            yield fault, first
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def one_case_each(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
+    """The fastest case of each test function, fast ones first."""
+    fastest: dict[str, str] = {}
+    for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
+        fastest.setdefault(function_of(test), test)
+    return list(fastest.values())
+
+
+def within(seconds: float, tests: list[str], seconds_of: dict[str, float]) -> list[str]:
+    """The first of these tests, at least one, for as long as this takes."""
+    sums = itertools.accumulate(seconds_of[test] for test in tests)
+    return [test for place, (test, total) in enumerate(zip(tests, sums)) if place == 0 or total <= seconds]
 
 
 def record_of_reach(
@@ -331,29 +333,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="for everything; the sample takes what is left")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    until, pattern, faults = time.monotonic() + 60 * arguments.minutes, arguments.promises, []
-    stale = 0
-    for row in rows(arguments.table):
-        if any(fnmatch.fnmatchcase(text, pattern) for text in (row["promise"], row["where"])):
-            try:
-                faults.append(named(row, ROOT))
-            except StaleRow as error:
-                stale += 1
-                print(f"STALE     {error}")
-    failed = bool(stale)
+    until, tallies = time.monotonic() + 60 * arguments.minutes, []
     with tempfile.TemporaryDirectory(prefix="ampkit-mutants-") as name:
         scratch = Path(name).resolve()
-        if faults:
-            tally = plant_named(faults, scratch)
-            print("\nNamed faults")
-            tally.print_rooms()
-            failed |= bool(tally.survived or tally.stale)
+        if arguments.promises:
+            tallies.append(plant_named(arguments.promises, arguments.table, scratch))
         if arguments.sample:
-            tally = plant_sample(arguments.seed, until, arguments.sample, scratch)
-            print(f"\nSampled faults, seed {arguments.seed}")
-            tally.print_rooms()
-            failed |= len(tally.survived) > MOST_SURVIVORS * sum(tally.planted.values())
-    return failed
+            tallies.append(plant_sample(arguments.seed, until, arguments.sample, scratch))
+    for tally in tallies:
+        tally.print()
+    named_ones, *samples = tallies if arguments.promises else [Tally(""), *tallies]
+    too_many = any(len(tally.survived) > MOST_SURVIVORS * tally.planted for tally in samples)
+    return bool(named_ones.survived or named_ones.stale or too_many)
 
 
 if __name__ == "__main__":

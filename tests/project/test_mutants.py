@@ -8,7 +8,6 @@ from helpers import ROOT
 from mutants.fault import StaleRow, named, rows
 from mutants.matrix import needless
 from mutants.operators import faults_of
-from mutants.run import chosen
 
 ROWS = rows() + rows("cuda")
 
@@ -40,27 +39,18 @@ def functions_of(file: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-SOURCE = '''
+SOURCE = """
 def f(a, b: int = 3):
-    """Words."""
     log.info("Words", 1)
     if a < b and not isinstance(a, str):
         raise ValueError(f"{a} is less than {b}")
-    a.x = 2
     return g(a, b)
-
-
-def __repr__(self):
-    return "a" + "b"
-'''
-
+"""
 CHANGES = {
     "a < b and not isinstance(a, str) -> (not (a < b and (not isinstance(a, str))))",
     "a < b -> (a >= b)",
     "not isinstance(a, str) -> (not (not isinstance(a, str)))",
     'raise ValueError(f"{a} is less than {b}") -> pass',
-    "a.x = 2 -> pass",
-    "2 -> (3)",
     "return g(a, b) -> return None",
     "g(a, b) -> (g(b, a))",
 }
@@ -68,29 +58,13 @@ CHANGES = {
 
 def test_operators_plant_each_kind_and_leave_words_and_annotations_alone(tmp_path):
     (tmp_path / "source.py").write_text(SOURCE)
-    faults = [fault for fault, first in faults_of(tmp_path, "source.py") if first == 2]
-    assert {f"{fault.old} -> {fault.new}" for fault in faults} == CHANGES
-    for fault in faults:
-        ast.parse(fault.planted(tmp_path))
-
-
-def test_arguments_are_swapped_where_that_means_something_else(tmp_path):
-    (tmp_path / "source.py").write_text(
-        "def f(a, b):\n    max(a, b), promote.promote_types(a, b), isinstance(a, b), g(a, b), a.g(a, b)"
-    )
-    assert [fault.new for fault, _ in faults_of(tmp_path, "source.py")] == ["(g(b, a))", "(a.g(b, a))"]
-
-
-def test_tests_are_chosen_that_are_fast_and_about_little_else_while_time_lasts():
-    seconds_of = {"slow": 44.0, "about much": 0.1, "unit[1]": 0.1, "unit[2]": 0.1, "unit[3]": 0.2, "slower": 44.0}
-    functions_in = {**dict.fromkeys(seconds_of, 4), "about much": 100, "slower": 400}
-    assert chosen(set(seconds_of), seconds_of, functions_in) == ["unit[1]", "unit[2]", "unit[3]", "about much", "slow"]
+    assert {f"{fault.old} -> {fault.new}" for fault, _ in faults_of(tmp_path, "source.py")} == CHANGES
 
 
 def test_a_named_fault_is_found_in_another_layout_and_not_where_it_stands_twice(tmp_path):
     row = {"promise": "", "where": "source.py::f", "old": "g(a,  b)", "new": "a", "tests": []}
     (tmp_path / "source.py").write_text(SOURCE.replace("g(a, b)", "(g(\n        a,\n        b,\n    ))"))
-    assert named(row, tmp_path).line == 8
+    assert named(row, tmp_path).line == 6
     (tmp_path / "source.py").write_text(SOURCE.replace("g(a, b)", "g(a, b) + g(a, b)"))
     with pytest.raises(StaleRow, match="stands 2 times"):
         named(row, tmp_path)

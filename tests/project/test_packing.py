@@ -4,14 +4,13 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 from torch.utils import cpp_extension
 
 import ampkit
@@ -94,16 +93,9 @@ def installed(tmp_path):
         unwanted = shutil.ignore_patterns("*.so", "__pycache__", ".*", "build", "*.egg-info", "demo")
         shutil.copytree(ROOT, copy, ignore=unwanted)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja
-        command = (
-            "-m pip --disable-pip-version-check install --no-index --no-deps --no-build-isolation --target".split()
-        )
-        done = subprocess.run(
-            [sys.executable, *command, str(site), "."],
-            cwd=copy,
-            env={**os.environ, "PATH": path, "AMPKIT_CUDA": "0", **switches},
-            capture_output=True,
-            text=True,
-        )
+        options = "--disable-pip-version-check --no-index --no-deps --no-build-isolation --target".split()
+        settings = {"PATH": path, "AMPKIT_CUDA": "0", **switches}
+        done = python("-m", "pip", "install", *options, site, ".", cwd=copy, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return site
 
@@ -124,10 +116,7 @@ def assert_holds(site, libraries):
     metadata = (site / DIST_INFO / "METADATA").read_text()
     for line in ("Name: ampkit", f"Version: {ampkit.__version__}", "Requires-Python: >=3.11", "License-File: LICENSE"):
         assert f"\n{line}\n" in metadata
-    assert any(
-        line.replace(" ", "") in ("Requires-Dist:torch>=2.10", "Requires-Dist:torch(>=2.10)")
-        for line in metadata.splitlines()
-    )
+    assert re.search(r"^Requires-Dist: torch ?\(?>=2\.10\)?$", metadata, re.MULTILINE)
 
 
 USE = """
@@ -158,13 +147,7 @@ def run_elsewhere(site, *arguments, **environment):
     """
     path = os.pathsep.join([str(site), str(Path(torch.__file__).parents[1])])
     (site.parent / "elsewhere").mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=site.parent / "elsewhere",
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-S", *arguments, cwd=site.parent / "elsewhere", PYTHONPATH=path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -172,11 +155,9 @@ def run_elsewhere(site, *arguments, **environment):
 def use(site, **environment):
     """Train a step; return which implementations a script uses."""
     first, *steps = run_elsewhere(site, "-c", USE, str(site), **environment).splitlines()
+    assert [step.split()[0] for step in steps] == ["O1", "O2"]
     # A sum over three samples, and a learning rate of 1.
-    assert [(step.split()[0], float(step.split()[1])) for step in steps] == [
-        ("O1", pytest.approx(3.0)),
-        ("O2", pytest.approx(3.0)),
-    ]
+    assert [float(step.split()[1]) for step in steps] == pytest.approx([3.0, 3.0])
     return first
 
 

@@ -7,15 +7,13 @@ import inspect
 import os
 import pickle
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROOT
+from helpers import ROOT, backward, python
 from kernels import test_attacks
 from torch import nn
 
@@ -113,16 +111,9 @@ def a_checkpoint_runs_no_code(draw: random.Random) -> int:
             assert not marker.exists()
     script = folder / "script.py"
     script.write_text("import sys, torch\ntorch.load(sys.argv[1])\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for allows in (False, True):
         options = ["--allow-pickle"] if allows else []
-        done = subprocess.run(
-            [sys.executable, "-m", "ampkit", "run", *options, str(script), str(path)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = python("-m", "ampkit", "run", *options, script, path)
         assert marker.exists() == allows, done.stderr
         assert ("may run code of its own" in done.stderr) == (allows or "UnpicklingError" in done.stderr), done.stderr
         assert "--allow-pickle" in done.stderr, done.stderr
@@ -212,8 +203,7 @@ def models_of_any_size_train(draw: random.Random) -> int:
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(torch.ones(2)) + extra.sum()
-        with ampkit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         ampkit.clip_grad_norm_(optimizer, 1e9)
         optimizer.step()
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import torch
-from helpers import torch_left_as_found
+from helpers import backward, torch_left_as_found
 from sessions import test_interrupts
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ import ampkit
 from ampkit.iteration.optimizer_wrapper import _AMID_UPDATE
 
 from .promise import promise
-from .runs import OPTIMIZERS, Recipe, Run, assert_same, copied, is_same
+from .runs import OPTIMIZERS, Recipe, Run, assert_same, copied, differences
 
 
 @promise(
@@ -48,9 +48,8 @@ def an_exception_at_any_line_is_survived(draw: random.Random) -> int:
 )
 def a_signal_at_any_time_is_survived(draw: random.Random) -> int:
     rule = ampkit.DynamicLossScale(2.0 ** draw.randint(0, 10), growth_interval=10**6)
-    recipe = Recipe.drawn(
-        draw, model="llama", rule=rule
-    )  # batch norm would keep the statistics of a forward that was ended
+    # Batch norm would keep the statistics of a forward that was ended.
+    recipe = Recipe.drawn(draw, model="llama", rule=rule)
     run, wanted = Run(recipe), []
     began = time.perf_counter()
     for number in range(30):
@@ -70,7 +69,7 @@ def a_signal_at_any_time_is_survived(draw: random.Random) -> int:
                 case = (number, where(error), recipe)
                 if where(error) in UNGUARDED or was_amid_update(error):
                     run = replaced(run, checkpoint)
-                if not is_same(run.state(), after):  # else the step had been taken
+                if differences(run.state(), after):  # else the step had been taken
                     assert_same(run.state(), before, case)
                     run.turn(number, 0)
                 assert_same(run.state(), after, case)
@@ -200,8 +199,7 @@ class Large:
         x = torch.randn(8, self.WIDTH, generator=torch.Generator().manual_seed(number))
         self.optimizer.zero_grad()
         loss = F.mse_loss(self.model(x).float(), x)
-        with ampkit.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
+        backward(loss, self.optimizer)
         self.optimizer.step()
 
     def values(self) -> torch.Tensor:

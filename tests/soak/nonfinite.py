@@ -10,7 +10,7 @@ from typing import Any
 from unittest import TestCase
 
 import torch
-from helpers import ScaleOnPaper
+from helpers import ScaleOnPaper, backward
 
 import ampkit
 from ampkit.iteration.loss_scale import SKIPS_AT_FLOOR_BEFORE_GIVING_UP
@@ -146,8 +146,7 @@ def gradients(recipe: Recipe, factor: float) -> dict[str, torch.Tensor]:
     run.initialize(max_loss_scale=2.0**60)
     torch.manual_seed(0)
     loss = player.loss(run.batch(0, 0, 0)) * factor
-    with ampkit.scale_loss(loss, player.optimizer) as scaled:
-        scaled.backward()
+    backward(loss, player.optimizer)
     grads = {name: param.grad.float() for name, param in player.model.named_parameters() if param.grad is not None}
     ampkit.close()
     return grads

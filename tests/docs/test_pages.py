@@ -1,4 +1,6 @@
-"""The pages: their blocks of Python run, in order, and print what the page says; their commands and links exist."""
+"""The pages: their blocks of Python run, in order, and print what the page says; their commands and links exist; the prose is read
+once, in sentences of at most 25 words. The site's navigation and reference name what exists, all of it.
+"""
 
 import contextlib
 import importlib.util
@@ -6,6 +8,7 @@ import io
 import linecache
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +17,10 @@ from helpers import ROOT
 import ampkit.apex
 from ampkit.insight.record import advice
 
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("*/README.md")),
-]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+# docs/make_*.py write these, and the changelog is a file of its own.
+GENERATED = {"benchmarks.md", "changelog.md", "policy.md", "reliability.md"}
 # ```language title="...", the form that both GitHub and MkDocs take.
 FENCE = re.compile(
     r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -145,3 +147,111 @@ def test_a_sentence_stands_once():
         for sentence in re.split(r"(?<=[.:!?])\s+", prose):
             if len(sentence.split()) > 7:
                 assert seen.setdefault(sentence, page) is page, (sentence, seen[sentence], page)
+
+
+# Prose
+
+LONGEST = 25
+
+BLOCK = re.compile(r"^```.*?^```$|<picture>.*?</picture>", re.DOTALL | re.MULTILINE)
+ITEM = re.compile(r"([-*]|\d+\.)\s+")
+# Lines of no prose: tables, headings, HTML, drop-ins of the site, pictures.
+OTHER = ("|", "#", "<", ":::", "--8<--", "![", "[![", "    ")
+
+
+def paragraphs(text):
+    """The words of each paragraph and each item of a list, without code, tables and pictures."""
+    words = []
+    for line in [*BLOCK.sub("", text).splitlines(), ""]:
+        item = ITEM.match(line.strip())
+        if words and (item or not line.strip() or line.startswith(OTHER[:-1])):
+            yield " ".join(words)
+            words = []
+        if item:
+            words = [line.strip()[item.end() :]]
+        elif line.strip() and (words or not line.startswith(OTHER)):
+            words.append(line.strip())
+
+
+def sentences(text):
+    """Yield the sentences of a text. Code between backticks counts as a word, a link as its text."""
+    for paragraph in paragraphs(text):
+        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", paragraph))
+        yield from re.split(r"(?<=[.:!?])[)*\"]*\s+", plain)
+
+
+def too_long(text):
+    return [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"], ids=ids)
+def test_no_sentence_has_more_than_25_words(page):
+    assert too_long(page.read_text()) == []
+
+
+def test_code_links_and_items_count_as_a_reader_counts_them():
+    words = "word " * 24
+    counted = [f"{words}end.", "- " + words + "\n- " + words, "`" + words * 2 + "`", f"| {words * 2}|"]
+    counted += [f"[text]({'a/' * 40}) and more", f"```python\n{words * 2}\n```"]
+    assert [too_long(text) for text in counted] == [[]] * len(counted)
+    assert [len(too_long(text)) for text in (words + "an end.", words + "\n" + words)] == [1, 1]
+
+
+def test_the_pages_together_can_be_read():
+    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    written = {name: count for name, count in words.items() if name not in GENERATED}
+    assert sum(written.values()) <= 23_000, written
+    assert words["architecture.md"] <= 1_800
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_code_is_no_wider_than_github_and_the_site_show(page):
+    """The README's code and output, and the code of the pages: the site breaks lines of output."""
+    most, kind = (90, "") if page.name == "README.md" else (100, "```python")
+    blocks = [block for block in BLOCK.findall(page.read_text()) if block.startswith(kind)]
+    assert [line for block in blocks for line in block.splitlines()[1:] if len(line) > most] == []
+
+
+# The site
+
+
+def test_each_page_is_in_the_navigation_once():
+    listed = re.findall(r":\s+([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_the_reference_has_every_public_name():
+    named = set(re.findall(r"^::: ampkit\.(?:api\.)?(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    errors = {name for name in ampkit.__all__ if name.endswith("Error") or name == "RefusedOperation"}
+    assert named == set(ampkit.__all__) - errors - {"optimizers", "parallel"} | {"errors"}
+
+
+def test_the_frameworks_of_the_compatibility_page_are_those_that_are_tested():
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|$", (DOCS / "compatibility.md").read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert len(rows) == 5 and rows.items() <= pins.items()
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {ampkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.fixture
+def in_words():
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    return lambda markdown: hooks.on_page_markdown(markdown, page, None, None)
+
+
+def test_a_link_out_of_the_pages_becomes_its_path(in_words):
+    assert in_words("see [the build](../setup.py).") == "see the build (`setup.py`)."
+    assert in_words("[limits](limits.md), [x](https://example.org)") == "[limits](limits.md), [x](https://example.org)"
+    with pytest.raises(FileNotFoundError, match=r"page\.md links to nothing\.py"):
+        in_words("[x](../nothing.py)")
+
+
+def test_a_picture_for_light_and_dark_pages_follows_the_switch_of_the_site(in_words):
+    page = '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="b.svg">\n  <img src="a.svg" alt="words">\n</picture>'
+    assert in_words(page) == "![words](a.svg#only-light)\n![words](b.svg#only-dark)"

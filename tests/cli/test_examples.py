@@ -1,0 +1,316 @@
+"""The examples but for ImageNet's, whose scripts and notebooks run small: values of float32, of arithmetic, of pages and files."""
+
+import functools
+import json
+import math
+import pickle
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, others_slow, python
+
+import ampkit
+
+for package in ("torchvision", "sklearn", "matplotlib"):
+    pytest.importorskip(package, reason="the examples need it")
+
+EXAMPLES = ROOT / "examples"
+F32, LOWER = torch.float32, torch.float16 if torch.cuda.is_available() else torch.bfloat16
+
+
+@functools.cache
+def names_of(script):
+    return runpy.run_path(str(EXAMPLES / script))
+
+
+# Layer policies: the precision of each layer, and the verbs of loss scaling one by one
+
+
+@pytest.mark.parametrize(
+    "level, dtypes, scale",
+    [
+        ("O0", {"body": (F32, F32), "gate": (F32, F32), "head": (F32, F32)}, 1.0),
+        ("O1", {"body": (F32, LOWER), "gate": (F32, F32), "head": (F32, F32)}, 65536.0),
+        ("O2", {"body": (LOWER, LOWER), "gate": (F32, F32), "head": (F32, F32)}, 65536.0),
+    ],
+)
+def test_each_layer_has_its_precision_and_gradients_their_scale(level, dtypes, scale):
+    found, right, scaled, unscaled = names_of("layer_policies/layer_policies.py")["train"](level, steps=60)
+    assert found == dtypes
+    assert torch.equal(scaled, unscaled * scale)  # a power of two changes no digit
+    assert right > 0.9  # of four classes
+
+
+def test_layer_policies_print_what_their_page_shows(capsys):
+    names_of("layer_policies/layer_policies.py")["main"](steps=2)
+    page = (EXAMPLES / "layer_policies" / "README.md").read_text()
+    for line in capsys.readouterr().out.splitlines():
+        assert line.rpartition(";")[0].replace("float16", "bfloat16").replace("bbfloat16", "bfloat16") in page
+
+
+# DCGAN: a scaler for each loss
+
+
+@functools.cache
+def first_iterations(level, out):
+    small = ["--iters", "2", "--batch-size", "16", "--width", "8", "--print-freq", "1"]
+    return names_of("dcgan/main_amp.py")["main"]([*small, "--opt-level", level, "--out", out])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_first_iterations_of_a_gan_are_those_of_float32(level, tmp_path_factory, tmp_path, capsys):
+    expected = first_iterations("O0", str(tmp_path_factory.getbasetemp()))
+    capsys.readouterr()
+    for found, wanted in zip(first_iterations(level, str(tmp_path)), expected, strict=True):
+        # Logits are sums of hundreds of products, each rounded by up to 0.4%, behind norms over few images.
+        assert found == pytest.approx(wanted, rel=0.05)
+    scales = "1 1 1" if level == "O5" else "65536 65536 65536"
+    assert capsys.readouterr().out.count(f"scales {scales}") == 2
+    assert (tmp_path / "fake.png").stat().st_size > 1000
+
+
+def test_images_are_the_digits_between_minus_1_and_1():
+    images = names_of("dcgan/main_amp.py")["load_images"]()
+    assert images.shape == (1797, 1, 32, 32) and (images.min(), images.max()) == (-1, 1)
+
+
+# The quantised sine
+
+
+def test_the_wave_has_four_levels_and_its_frequencies():
+    points, levels = (tensor.cpu() for tensor in names_of("quantized_sine/quantized_sine.py")["wave"](17))
+    assert points.shape == (1, 2, 17, 17) and (points.min(), points.max()) == (0, 1)
+    assert torch.allclose(levels.unique(), torch.tensor([0, 1 / 3, 2 / 3, 1]))
+    for row, column in ((0, 0), (3, 5), (16, 8)):
+        x, y = points[0, :, row, column].double()
+        total = math.cos(2 * math.pi * 4 * x) + math.cos(2 * math.pi * 2 * y)
+        assert levels[0, 0, row, column] == pytest.approx(round((total + 2) * 3 / 4) / 3)
+
+
+def test_the_model_is_four_convolutions_with_norms_between():
+    params = list(names_of("quantized_sine/quantized_sine.py")["ConvModel"]().parameters())
+    sizes = [(256, 2, 1, 1), (256, 256, 1, 1), (256, 256, 1, 1), (1, 256, 1, 1)]
+    assert [tuple(param.shape) for param in params if param.dim() == 4] == sizes
+    # Weights and biases of the four, and two numbers a channel of three norms.
+    assert sum(param.numel() for param in params) == 512 + 2 * 65536 + 256 + 3 * 256 + 1 + 3 * 512
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA torch counts")
+def test_memory_is_that_of_the_tensors_alive():
+    with names_of("quantized_sine/quantized_sine.py")["Meter"]() as meter:
+        kept = torch.ones(1000)  # 4,000 bytes
+        (kept * 2).sum()  # 4,000 more, and 4, then gone
+        again = kept * 2
+        again.view(10, 100).add_(1)  # no new memory
+    assert meter.peak == pytest.approx(8000, abs=16)
+
+
+@pytest.mark.parametrize("name", ["float32", "amp", "O1", "O2"])
+def test_a_contender_learns_something_small(name, tmp_path):
+    row = names_of("quantized_sine/quantized_sine.py")["contend"](name, 8, 6, tmp_path / "prediction.pt")
+    assert set(row) == {"loss", "seconds", "bytes", "inference seconds", "inference bytes"}
+    assert all(value > 0 for value in row.values()) and row["loss"] < 1
+    prediction = torch.load(tmp_path / "prediction.pt")
+    assert prediction.shape == (1, 1, 8, 8) and prediction.isfinite().all()
+    weights = 4 * 133633
+    if name == "O2":  # weights in half the bytes, but for the norms; masters are not needed to predict
+        assert row["inference bytes"] < 0.75 * weights + 2 * 256 * 64 * 4
+
+
+def test_the_table_compares_with_float32():
+    base = dict.fromkeys(("loss", "seconds", "bytes", "inference seconds", "inference bytes"), 2.0)
+    results = {"float32": base, "O2": {**base, "seconds": 1.0, "bytes": 3.0}}
+    lines = names_of("quantized_sine/quantized_sine.py")["table"](results).splitlines()
+    assert lines[-2].split() == ["ampkit", "O2", "-50.0%", "+50.0%", "+0.0%", "+0.0%"]
+    assert lines[-1].split()[-4:] == ["-46.4%", "-49.8%", "-32.2%", "-49.8%"]  # AMD's, 2024
+
+
+# Profile: own times, dtypes and kernels from a trace written by hand
+
+
+def operator(name, start, length, dtype="float", thread=1, number=0):
+    arguments = {"Input type": ["", dtype], "External id": number}
+    return {"cat": "cpu_op", "name": f"aten::{name}", "ts": start, "dur": length, "tid": thread, "args": arguments}
+
+
+GEMM = {"cat": "kernel", "name": "gemm", "ts": 50, "dur": 3_000, "tid": 7, "args": {"External id": 4}}
+
+
+@pytest.mark.parametrize(
+    "events, rows",
+    [
+        (
+            [
+                operator("linear", 0, 10_000),
+                operator("addmm", 1_000, 6_000, "c10::BFloat16"),
+                operator("copy_", 2_000, 1_000, "c10::Half"),
+                operator("add", 3_000, 2_000, thread=2),  # at the same time, elsewhere
+                operator("relu", 10_000, 500, "Int"),
+                {"cat": "user_annotation", "name": "step", "ts": 0, "dur": 99_000, "tid": 1},
+            ],
+            {
+                ("linear", "float32"): (1, 4.0),
+                ("addmm", "bfloat16"): (1, 5.0),
+                ("copy_", "float16"): (1, 1.0),
+                ("add", "float32"): (1, 2.0),
+                ("relu", "other"): (1, 0.5),
+            },
+        ),
+        (
+            [operator("mm", 0, 10, "c10::Half", number=4), operator("view", 20, 10, number=5), GEMM, GEMM],
+            {("mm: gemm", "float16"): (2, 6.0)},
+        ),
+    ],
+    ids=["without those that it calls", "that of kernels where there are some"],
+)
+def test_an_operator_has_its_own_time(events, rows):
+    assert names_of("profile/profile_levels.py")["summarise"](events) == rows
+
+
+def test_each_row_is_the_median_of_its_steps():
+    steps = [{("mm", "float16"): (2, ms)} for ms in (1.0, 50.0, 3.0)]
+    steps[0]["add", "float32"] = (1, 9.0)  # in one of three
+    medians = names_of("profile/profile_levels.py")["medians"](steps)
+    assert medians == {("mm", "float16"): (2, 3.0), ("add", "float32"): (0, 0.0)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names of the CPU's operators")
+def test_convolutions_run_in_the_precision_of_the_level(tmp_path, capsys):
+    arguments = ["--batch", "2", "--steps", "1", "--only", "O0", "O1", "O2", "--out", str(tmp_path)]
+    results = names_of("profile/profile_levels.py")["main"](arguments)
+    for name, dtype in (("O0", "float32"), ("O1", "bfloat16"), ("O2", "bfloat16")):
+        calls = {row: calls for row, (calls, _) in results[name].items() if "conv" in row[0]}
+        assert {dtype for operator, dtype in calls if "backward" not in operator} == {dtype}
+        assert sum(calls[row] for row in calls if row[0] == "convolution_backward") == 20
+    assert ("native_batch_norm", "float32") in results["O0"]
+    assert f"traces and chart: {tmp_path}" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"O0.json", "O1.json", "O2.json", "levels.png"}
+
+
+# CIFAR-10: a resumed run is the run that did not stop
+
+
+@pytest.fixture
+def cifar10():
+    yield names_of("cifar10/cifar10.py")
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("level", others_slow("O2", of=["O0", "O1", "O2", "O3"]))
+def test_resuming_changes_no_bit(cifar10, level, tmp_path, capsys):
+    file = tmp_path / "cifar10.pt"
+    cifar10["main"](["--check-resume", "--iters", "2", "--batch-size", "2", "--opt-level", level, "--save", str(file)])
+    assert f"{level}: 1 iterations after resuming" in capsys.readouterr().out
+    assert torch.load(file)["model"]["classifier.1.weight"].dtype is torch.float32
+
+
+def test_a_difference_after_resuming_is_noticed(cifar10, tmp_path, monkeypatch):
+    class Forgetful(cifar10["Run"]):
+        def load(self, file):
+            super().load(file)
+            self.optimizer.state.clear()  # the momentum
+
+    monkeypatch.setitem(cifar10["check_resume"].__globals__, "Run", Forgetful)
+    arguments = ["--check-resume", "--iters", "2", "--batch-size", "2", "--save", str(tmp_path / "cifar10.pt")]
+    with pytest.raises(AssertionError):
+        cifar10["main"](arguments)
+
+
+def test_the_files_of_cifar10_are_read(cifar10, tmp_path, monkeypatch):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)  # each image red, green, blue, by rows
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [3, 7]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr(cifar10["torchvision"].datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    images, labels, judged, truth = cifar10["load_images"](cifar10["parse_args"](["--data", str(tmp_path)]))
+    assert images.shape == (10, 3, 32, 32) and judged.shape == (2, 3, 32, 32)
+    assert labels.tolist() == [3, 7] * 5 and truth.tolist() == [3, 7]
+    assert torch.equal(judged.flatten(1), torch.tensor(pixels).float() / 128 - 1)
+
+
+def test_a_batch_that_is_no_multiple_of_8_is_noted(cifar10, capsys, tmp_path, monkeypatch):
+    few = tuple(part[:8] for part in cifar10["load_images"](cifar10["parse_args"]([])))
+    monkeypatch.setitem(cifar10["main"].__globals__, "load_images", lambda args: few)
+    cifar10["main"](["--iters", "0", "--batch-size", "12", "--save", str(tmp_path / "cifar10.pt")])
+    said = capsys.readouterr()
+    assert "12 is no multiple of 8" in said.err and "0 iterations" in said.out and "of 8 right" in said.out
+
+
+def test_levels_are_compared_with_float32_in_time_and_memory():
+    script = EXAMPLES / "cifar10" / "cifar10.py"
+    done = python(script, "--compare", "O2", "--iters", "1", "--batch-size", "8")
+    rows = {row[0]: [float(figure) for figure in row[1:]] for row in map(str.split, done.stdout.splitlines()[1:])}
+    assert list(rows) == ["O0", "O2"]
+    (time, to_time, peak, to_peak, loss), at_o2 = rows.values()
+    assert to_time == to_peak == 1.0
+    assert at_o2[1] == pytest.approx(at_o2[0] / time, rel=0.02, abs=0.02)  # the table rounds
+    assert at_o2[3] == pytest.approx(at_o2[2] / peak, rel=0.02, abs=0.02)
+    assert at_o2[4] == pytest.approx(loss, rel=0.05)  # one iteration from the same weights
+
+
+@pytest.mark.slow
+def test_sizes_are_compared_with_64_channels():
+    rows = names_of("cifar10/multiples_of_8.py")["rows"](1)
+    assert [size for size, _, _ in rows] == [60, 63, 64, 65, 68, 72]
+    assert rows[2] == (64, 1.0, 1.0) and all(ratio > 0 for _, *ratios in rows for ratio in ratios)
+
+
+# Notebooks: every code cell runs, in order, as in Jupyter, with sizes that take seconds
+
+
+#: The tag of the cell that sets sizes.
+SMALL = {
+    "cifar10/cifar10.ipynb": "ITERATIONS, BATCH = 2, 2",
+    "quantized_sine/quantized_sine.ipynb": "GRID, STEPS = 8, 60",
+}
+
+
+def code_cells(name):
+    return [cell for cell in json.loads((EXAMPLES / name).read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_a_notebook_shows_what_its_cells_have_printed_and_drawn():
+    """The other one trains for minutes where bfloat16 has instructions, and is stored without its outputs."""
+    cells = code_cells("quantized_sine/quantized_sine.ipynb")
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {"text/plain", "image/png"} <= {kind for output in outputs for kind in output.get("data", ())}
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert "/tmp/" not in json.dumps(cells) and "/home/" not in json.dumps(cells)
+
+
+@pytest.fixture
+def run_notebook(monkeypatch, tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+
+    def run(name):
+        first, *others = ("".join(cell["source"]) for cell in code_cells(name))
+        assert first.partition("=")[0] == SMALL[name].partition("=")[0]
+        (tmp_path / "notebook.py").write_text("\n\n".join([SMALL[name], *others]))
+        monkeypatch.syspath_prepend(str((EXAMPLES / name).parent))
+        monkeypatch.chdir(tmp_path)  # where it saves
+        return runpy.run_path("notebook.py")
+
+    yield run
+    ampkit.close()
+    matplotlib.pyplot.close("all")
+
+
+def test_the_quantised_sine_is_learned_at_o2_as_in_float32(run_notebook):
+    found = run_notebook("quantized_sine/quantized_sine.ipynb")
+    (in_float32, _), (at_o2, picture) = found["results"].values()
+    unlearned = found["levels"].var().item()  # the loss of what predicts the mean everywhere
+    assert max(in_float32, at_o2) < 0.05 * unlearned and picture.shape == (8, 8)
+
+
+def test_a_resumed_run_of_the_notebook_is_the_run_that_did_not_stop(run_notebook, capsys):
+    found = run_notebook("cifar10/cifar10.ipynb")  # asserts it itself
+    assert found["resumed"].iteration == 2
+    assert "O2" in capsys.readouterr().out.splitlines()[-1]  # the table of compare
