@@ -323,7 +323,7 @@ class Session:
         params = set(model.parameters())
         for wrapper in self.wrappers:
             for slot in wrapper.gradients.slots:
-                if slot.param in params:
+                if slot.stash is not None and slot.param in params:
                     wrapper.gradients.drop_stash(slot)
             wrapper.hand_gradients()
             if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros

@@ -6,6 +6,7 @@ While a session lives, `calls_of_torch` notifies blocks of each backward pass, b
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import weakref
@@ -32,6 +33,7 @@ from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
 
 _NO_DDP = weakref.ref(set())  # a dead reference
+_owner = operator.attrgetter("owner")
 _compiling = torch.compiler.is_dynamo_compiling
 _running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
@@ -114,9 +116,9 @@ class Block:
         """Close the block, and keep running statistics finite. After an ``error`` put gradients back."""
         if self in open_blocks:
             open_blocks.remove(self)
-        for statistics in {wrapper.owner.statistics: None for wrapper in self._held or self.named}:
-            if statistics.are_there:
-                statistics.keep_finite()
+        for session in set(map(_owner, self._held or self.named)):
+            if session.statistics.are_there:
+                session.statistics.keep_finite()
         if error is not None:
             self._put_back()
 

@@ -137,9 +137,8 @@ class Gradients:
     @staticmethod
     def drop_stash(slot: Slot) -> None:
         """Drop what was set aside, and the note of it: zeros that are written in place write no None to ``param.grad``."""
-        if slot.stash is not None:
-            slot.stash = None
-            is_set_aside(slot.param)
+        slot.stash = None
+        is_set_aside(slot.param)
 
     def put_back(self, done: set[Slot] | None = None) -> None:
         """Restore the gradients from before a backward pass. Those that stayed in ``param.grad`` keep what the pass added."""
@@ -328,7 +327,8 @@ class Gradients:
         """Clear stashes and gradients of weights with rests, and with ``clears_all`` what the optimizer's own method clears."""
         self.forget()
         for slot in self.slots:
-            self.drop_stash(slot)
+            if slot.stash is not None:
+                self.drop_stash(slot)
             if clears_all or slot.master is not None:
                 if set_to_none and slot.master is None:
                     slot.param.grad = None
