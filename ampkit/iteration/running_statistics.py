@@ -82,7 +82,8 @@ class _Statistics:
         for attributes, names in self.places:
             for name in names:
                 tensor = attributes["_buffers"].get(name)
-                if type(tensor) is torch.Tensor and tensor.is_floating_point() and not tensor.is_inference():
+                has_values = type(tensor) is torch.Tensor and not (tensor.is_meta or tensor.is_inference())
+                if has_values and tensor.is_floating_point():
                     alike.setdefault((tensor.device, tensor.dtype), {})[id(attributes), name] = tensor
         for kind, by_place in alike.items():
             tensors = list(by_place.values())

@@ -422,6 +422,19 @@ def test_synchronised_batch_norm(name, monkeypatch):
     assert isinstance(model[1], ampkit.parallel.SyncBatchNorm) and int(model[1].num_batches_tracked) == 5
 
 
+def test_a_model_without_memory_gets_its_statistics_later():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    ampkit.initialize(model, opt_level="O5", loss_scale="dynamic", verbosity=0)
+    model.to_empty(device="cpu")
+    for part in model:
+        part.reset_parameters()
+    model(torch.tensor([[1.0, 2.0], [3.0, math.inf]]))
+    assert not model[1].running_mean.isfinite().all()
+    model.eval()(torch.zeros(1, 2))
+    assert model[1].running_mean.eq(0.0).all() and model[1].running_var.eq(1.0).all()
+
+
 def test_buffers_that_were_taken_away_or_changed_size_are_left_alone():
     model, optimizer = initialize_quietly(Net(), OPTIMIZERS["SGD"], "O0", loss_scale="dynamic")
     before = norms_of(buffers_of(model))
