@@ -324,7 +324,7 @@ class Session:
         for wrapper in self.wrappers:
             for slot in wrapper.gradients.slots:
                 if slot.stash is not None and slot.param in params:
-                    wrapper.gradients.drop_stash(slot)
+                    slot.drop_stash()
             wrapper.hand_gradients()
             if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros
                 wrapper.findings.forget()

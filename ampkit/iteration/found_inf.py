@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..casting.narrow_gradients import is_set_aside
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, clear_gradient, put_gradient
 from ..optimizers.scales import Scale, moved_to
@@ -28,6 +29,11 @@ class Slot:
     master: Float32Value | None = None
     owners: int = 0
     stash: torch.Tensor | None = None
+
+    def drop_stash(self) -> None:
+        """Drop what was set aside, and the note of it: zeros that are written in place write no None to ``param.grad``."""
+        self.stash = None
+        is_set_aside(self.param)
 
 
 SlotGradient = tuple[Slot, torch.Tensor]

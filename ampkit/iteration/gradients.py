@@ -134,12 +134,6 @@ class Gradients:
                 if copies and gradient.dtype is slot.param.dtype:
                     slot.stash = gradient.clone()
 
-    @staticmethod
-    def drop_stash(slot: Slot) -> None:
-        """Drop what was set aside, and the note of it: zeros that are written in place write no None to ``param.grad``."""
-        slot.stash = None
-        is_set_aside(slot.param)
-
     def put_back(self, done: set[Slot] | None = None) -> None:
         """Restore the gradients from before a backward pass. Those that stayed in ``param.grad`` keep what the pass added."""
         if self.before is State.LOCAL:
@@ -328,7 +322,7 @@ class Gradients:
         self.forget()
         for slot in self.slots:
             if slot.stash is not None:
-                self.drop_stash(slot)
+                slot.drop_stash()
             if clears_all or slot.master is not None:
                 if set_to_none and slot.master is None:
                     slot.param.grad = None
