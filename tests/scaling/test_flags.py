@@ -310,6 +310,17 @@ def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, 
         assert value(model) == expected
 
 
+@pytest.mark.parametrize("way", ADDS)
+@each_level_once
+def test_a_buffer_that_is_not_finite_skips_the_step(level, scale, way):
+    model, optimizer = made(level, scale)
+    go(model, optimizer, 2.0)
+    for param in model.parameters():
+        ADDS[way](param, torch.full_like(param.grad, math.nan))
+    optimizer.step()
+    assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
+
+
 @each_level_once
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("bad_task", [None, 0, 1])
