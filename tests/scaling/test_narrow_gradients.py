@@ -356,6 +356,16 @@ def test_clipping_measures_in_float32_and_leaves_gradients_narrow(clip):
     assert clipped.item() == pytest.approx(1.0, abs=2.0**-9)
 
 
+def test_clipping_by_the_largest_element_is_torchs():
+    script = Script("O5")
+    once(script)
+    largest = max(stored_gradient(param).abs().max().item() for param in script.model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(script.model.parameters(), largest / 4, norm_type=float("inf"))
+    assert norm.item() == largest
+    clipped = max(param.grad.abs().max().item() for param in script.model.parameters())
+    assert clipped == pytest.approx(largest / 4, rel=2.0**-8)
+
+
 def test_hooks_of_a_step_read_float32():
     script, seen = Script("O5"), []
     for register in (script.optimizer.register_step_pre_hook, script.optimizer.register_step_post_hook):
