@@ -116,3 +116,12 @@ def test_cotangent_below_the_smallest_number_of_float16_is_lost():
         cotangent = torch.full_like(weight, size)
         largest.append(torch.autograd.grad(weight.grad, model[0].weight, cotangent, retain_graph=True)[0].abs().max())
     assert largest[0] == 0 < largest[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_zero_grad_in_place_cuts_gradients_from_their_graph(level):
+    model, optimizer = initialized(level)
+    backward_with_graph(model, optimizer)
+    assert all(param.grad.grad_fn is not None for param in model.parameters())
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad.eq(0.0).all() and not param.grad.requires_grad for param in model.parameters())
