@@ -6,7 +6,6 @@ While a session lives, `calls_of_torch` notifies blocks of each backward pass, b
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import threading
 import weakref
@@ -33,7 +32,6 @@ from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
 
 _NO_DDP = weakref.ref(set())  # a dead reference
-_owner = operator.attrgetter("owner")
 _compiling = torch.compiler.is_dynamo_compiling
 _running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
@@ -116,7 +114,7 @@ class Block:
         """Close the block, and keep running statistics finite. After an ``error`` put gradients back."""
         if self in open_blocks:
             open_blocks.remove(self)
-        for session in set(map(_owner, self._held or self.named)):
+        for session in {wrapper.owner for wrapper in self._held or self.named}:
             if session.statistics.are_there:
                 session.statistics.keep_finite()
         if error is not None:
@@ -138,7 +136,7 @@ class Block:
                 wrapper.gradients.refuse("open")
         for wrapper in fresh:
             if wrapper.settle(finishes=False):
-                wrapper.findings.zero_skipped()
+                wrapper.findings.before_sum()
         ddp = self.scaling.ddp()
         for wrapper in fresh:
             self._held.append(wrapper)

@@ -33,7 +33,7 @@ class Slot:
     def drop_stash(self) -> None:
         """Drop what was set aside, and the note of it: zeros that are written in place write no None to ``param.grad``."""
         self.stash = None
-        is_set_aside(self.param)
+        is_set_aside(self.param)  # which clears the note
 
 
 SlotGradient = tuple[Slot, torch.Tensor]

@@ -303,8 +303,7 @@ class Gradients:
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        clip = self.clip
-        plain, clipped = [], []
+        clip, plain, clipped = self.clip, [], []
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
                 (plain if clip is None or slot.master is None else clipped).append(values_of(gradient))
@@ -431,7 +430,7 @@ class Findings:
     def forget(self) -> None:
         self._found: FoundInf | None = None  # the flag of all blocks that made the present gradients
         self.new: list[FoundInf] = []  # the flags of these blocks, until a step has used them
-        # `seen` and `aliases_taken`, when the last block had judged; () if that has added to gradients that nothing has judged.
+        # `seen` and `aliases_taken`, when the last block had judged; () if it has added to what no block has judged.
         self._judged: tuple[Any, int | None] | tuple[()] | None = None
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite if these gradients are
         self.shared: FoundInf | None = None  # that of another optimizer's block, until the next `add`
@@ -444,14 +443,15 @@ class Findings:
             self.forget()
 
     def zero_skipped(self, closes: bool = False) -> None:
-        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes.
-
-        Where nothing has judged what a block adds to, the step looks at the sum.
-        """
+        """Write zeros over gradients that a step has refused, before a block adds to them or a session closes."""
         self._drop_of_others()
         if (closes or not self.new) and self._found is not None and not self._found.is_clean:
             self._gradients.zero_where(self._found.flag)
-        if not (closes or self._is_settled()):
+
+    def before_sum(self) -> None:
+        """Prepare for a block that adds to present gradients: where no block has judged these, the step looks at the sum."""
+        self.zero_skipped()
+        if not self._is_settled():
             self._judged = ()
 
     def _drop_of_others(self) -> None:
