@@ -116,7 +116,7 @@ class Block:
             open_blocks.remove(self)
         for session in {wrapper.owner for wrapper in self._held or self.named}:
             if session.statistics.are_there:
-                session.statistics.keep_finite()
+                session.statistics.end_block()
         if error is not None:
             self._put_back()
 

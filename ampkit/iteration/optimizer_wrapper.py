@@ -321,7 +321,7 @@ class OptimizerWrapper:
         if self.gradients.stored and not skipped:
             self.gradients.stored[0].master.loans.lend_again()
         if self.owner.statistics.are_there:
-            self.owner.statistics.keep_finite()
+            self.owner.statistics.end_step()
         if skipped or not isinstance(optimizer, torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.

@@ -25,6 +25,7 @@ class RunningStatistics:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
         self.additions = -1  # `registry.additions` when the models were last looked through
         self.are_there = False  # whether a model had any then
+        self._are_checked = False  # at the end of a block since the last step
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Save the statistics of these models: a script may train their parts alone."""
@@ -38,6 +39,16 @@ class RunningStatistics:
         if _tracing() is None and _transform_level() is None:
             self._look_through()
             self._of[model].check()
+
+    def end_block(self) -> None:
+        self.keep_finite()
+        self._are_checked = True
+
+    def end_step(self) -> None:
+        """Check what a script has run outside of blocks."""
+        if not self._are_checked:
+            self.keep_finite()
+        self._are_checked = False
 
     def keep_finite(self) -> None:
         """Restore finite values in all models that were in training mode at the last call, or are now."""
