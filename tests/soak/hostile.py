@@ -226,8 +226,7 @@ def kernels_refuse_in_words(draw: random.Random) -> int:
             (test_attacks.test_an_output_of_which_elements_share_a_place_is_refused, (*pair, "a row repeated"))
             for pair in test_attacks.WRITTEN
         ),
-        *((test_attacks.test_tensors_without_data_are_refused, pair) for pair in test_attacks.LISTS),
-        *((test_attacks.test_flags_without_data_are_refused, pair) for pair in test_attacks.FLAGS),
+        *((test_attacks.test_tensors_without_data_are_refused, pair) for pair in test_attacks.PLACES),
         *((test_attacks.test_lists_of_different_lengths_are_refused, pair) for pair in test_attacks.SEVERAL),
     ]
     chosen = draw.sample(refused, 24)
