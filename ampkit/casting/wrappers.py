@@ -32,7 +32,7 @@ from ..patching import Undo
 from ..policy.cast_rules import CastKind, CastRule
 from ..policy.tables import CPU_LIST, CUDA_LIST
 from .cpp_wrappers import wrap_in_cpp
-from .fp32_functions import WORTHWHILE, saving_the_input, with_dtype, with_gradients_of_tables
+from .fp32_functions import WORTHWHILE, saving_the_input, with_dtype, with_gradients_of_tables, with_rows_of_bags
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
 
@@ -76,6 +76,8 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, undo: Undo) ->
     casting, saving = wrapper, None
     if owner is torch and name == "embedding" and kind is CastKind.FP32:
         casting, in_cpp = with_gradients_of_tables(wrapper, original, state), False
+    elif owner is torch and name == "embedding_bag" and kind is CastKind.PROMOTE:
+        casting = with_rows_of_bags(wrapper, state)
     elif kind is CastKind.FP32 and state.verbosity < 2:  # the log of casts is written where a copy is made
         casting = with_dtype(wrapper, original, state, owner, name)
         saving = saving_the_input(wrapper, original, state, owner, name)
