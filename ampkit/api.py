@@ -170,8 +170,8 @@ def scale_loss(
     scaler is then one of the first optimizer's call. ``delay_unscale=True`` leaves gradients scaled for a later block to unscale:
     cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` lets the next block report an overflow
     of this one. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and scale as
-    they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the failed
-    backward pass had added to these stays.
+    they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``, and scale 1 over float32
+    weights): what the failed backward pass had added to these stays.
 
     ``loss`` is a tensor of any floating dtype; the scaled loss is float32, on the same device. Raises
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ..dtypes import LOWER_PRECISION
 from .narrow_gradients import RowsOfTable, takes_narrow_gradients
-from .state import CastingState
+from .state import CastingState, stored
 
 WORTHWHILE = 1 << 16  # elements; below, the copy costs less time than Python's part in an autograd function
 _IN_CACHES = 1 << 18  # elements, for each thread
@@ -261,6 +261,20 @@ def with_gradients_of_tables(wrapper: Callable, original: Callable, state: Casti
         if by_rows and weight.numel() >= WORTHWHILE and _records_plainly(weight):
             return RowsOfTable.apply(original, weight, indices, padding_idx, scale_grad_by_freq)
         return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
+
+    return call
+
+
+def with_rows_of_bags(wrapper: Callable, state: CastingState) -> Callable:
+    """Wrap ``embedding_bag``: rows are float32 and add up in it. No cast takes sparse gradients: factors follow the table there."""
+
+    def call(weight, indices, offsets, by_freq=False, mode=0, sparse=False, factors=None, *more, **named):
+        factors = named.pop("per_sample_weights", factors)
+        if not sparse or weight in stored:
+            weight = state.in_float32(weight)
+        elif factors is not None:
+            factors = factors.to(weight.dtype)
+        return wrapper(weight, indices, offsets, by_freq, mode, sparse, factors, *more, **named)
 
     return call
 

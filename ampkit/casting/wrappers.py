@@ -32,7 +32,7 @@ from ..patching import Undo
 from ..policy.cast_rules import CastKind, CastRule
 from ..policy.tables import CPU_LIST, CUDA_LIST
 from .cpp_wrappers import wrap_in_cpp
-from .fp32_functions import WORTHWHILE, saving_the_input, with_dtype, with_gradients_of_tables
+from .fp32_functions import WORTHWHILE, saving_the_input, with_dtype, with_gradients_of_tables, with_rows_of_bags
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, LEAVES, map_tensors, tensors_in, to_float32
 
@@ -76,12 +76,14 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, undo: Undo) ->
     casting, saving = wrapper, None
     if owner is torch and name == "embedding" and kind is CastKind.FP32:
         casting, in_cpp = with_gradients_of_tables(wrapper, original, state), False
+    elif owner is torch and name == "embedding_bag" and kind is CastKind.PROMOTE:
+        casting = with_rows_of_bags(wrapper, state)
     elif kind is CastKind.FP32 and state.verbosity < 2:  # the log of casts is written where a copy is made
         casting = with_dtype(wrapper, original, state, owner, name)
         saving = saving_the_input(wrapper, original, state, owner, name)
     if saving is not None or rule.narrow:
         casting = _float32_inside(casting, saving, rule.narrow, as_it_is if name in _ROUND_ONCE else None, state)
-    in_python = _where_casts_are_off(casting, beneath, state)
+    in_python = _where_casts_are_off(rule, casting, beneath, state)
     # What C++ refuses in lower precision it leaves to Python.
     in_cpp_as = kind if casting is wrapper else CastKind.BANNED
     function = _around(in_python, original, owner, name, in_cpp_as, state, undo) if in_cpp else in_python
@@ -153,8 +155,9 @@ def _float32_inside(
 _ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
 
 
-def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
+def _where_casts_are_off(rule: CastRule, wrapper: Callable, original: Callable, state: CastingState) -> Callable:
     """Wrap ``wrapper``, for calls where casts are on; where they are off see "Where the tables hold" in models/NOTES.md."""
+    wants_one_dtype = rule.kind in (CastKind.LOWER_PRECISION_FP, CastKind.CONTRACTION, CastKind.PROMOTE)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
@@ -165,7 +168,9 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
         if (region := state.region_for(lower)) is not None:
             with region:
                 return wrapper(*args, **kwargs)
-        if lower and all(type(x) is Parameter for x in lower):
+        widens = wants_one_dtype and any(x.dtype is torch.float32 and x.dim() for x in tensors_in(args, kwargs))
+        widens = widens or rule.name == "matrix_exp"  # whose gradients are NaN in bfloat16
+        if lower and (widens or all(type(x) is Parameter for x in lower)):
             return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
         return original(*args, **kwargs)
 

@@ -169,7 +169,7 @@ TODAY = (
     # Mixed dtypes that torch refuses to promote: a lower-precision activation meets a float32 tensor of the script.
     RuleGroup(PROMOTE, (TORCH, TENSOR), ("vdot", "inner", "allclose", "isclose", "lerp", "heaviside", "cartesian_prod", "meshgrid"),
         "torch wants equal dtypes"),
-    RuleGroup(PROMOTE, (F, TORCH), ("embedding_bag",), "torch wants weights and per_sample_weights of equal dtype"),
+    RuleGroup(PROMOTE, TORCH, ("embedding_bag",), "torch wants weights and per_sample_weights of equal dtype"),
     RuleGroup(PROMOTE, LINALG, ("cross",), "torch wants equal dtypes"),
     RuleGroup(PROMOTE, (TORCH, TENSOR), ("index_add", "index_copy", "index_put", "index_reduce", "masked_scatter", "put",
         "scatter", "scatter_add", "scatter_reduce"), "torch wants source and destination of equal dtype"),

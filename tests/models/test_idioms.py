@@ -436,6 +436,16 @@ def embedding_bag(self, ids):
     return self.head(self.bag(ids.flatten(), offsets))
 
 
+@idiom(
+    lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="sum", sparse=True, max_norm=0.5), head=nn.Linear(16, 20)),
+    *(last_token, classification),
+    make_optimizer=functools.partial(torch.optim.SGD, lr=0.3),
+)
+def weighted_bags_of_bounded_rows(self, ids):
+    weights = torch.linspace(0.5, 1.5, ids.shape[1]).expand(ids.shape)
+    return self.head(self.bag(ids, per_sample_weights=weights))
+
+
 @idiom(lambda: two_layers(g=nn.Parameter(torch.ones(32))), vectors)
 def rms_norm_by_hand(self, x):
     x = self.inner(x)

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import ampkit
 
@@ -52,7 +53,7 @@ CALLS = {
         lambda layer, make: layer(*[make(3, 2, 8)] * 2, value=make(3, 2, 8), attn_mask=make(3, 3))[0],
     ),
     "weight norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)),
+        lambda: parametrizations.weight_norm(nn.Linear(8, 4)),
         lambda layer, make: layer(make(3, 8)),
     ),
 }
@@ -97,6 +98,45 @@ def test_layer_in_a_region_without_casts_computes_with_the_float32_value_of_its_
     found.square().sum().backward()
     for param, other in zip(model.parameters(), exact.parameters()):
         torch.testing.assert_close(param.grad.double(), other.grad, rtol=2**-8, atol=0)  # rounded once
+
+
+MADE = {
+    "spectral norm": parametrizations.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_weight_made_from_a_stored_one_meets_float32_in_a_region_without_casts(make):
+    class Off(nn.Sequential):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    def model_in(dtype):
+        torch.manual_seed(0)
+        model = Net(Off(make(nn.Linear(8, 8))), lambda layer, make: layer(make(3, 8))).to(dtype)
+        model.made_in = dtype
+        return model
+
+    model = cast(model_in(torch.float32))
+    wanted, found = model_in(torch.float64)(), model()
+    assert found.dtype is torch.float32
+    assert (found - wanted).norm() < 2**-7 * wanted.norm()
+    found.sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradients_of_rows_that_many_bags_share_add_up_in_float32(is_weighted, level):
+    bag, ids = nn.EmbeddingBag(2, 4, mode="sum"), torch.arange(4000).view(-1, 4) % 2
+    exact, kept = copy.deepcopy(bag).double(), 1 + sine(1000, 4) / 2
+    factors = 1 + sine(1000, 4) / 2 if is_weighted else None
+    (exact(ids, per_sample_weights=factors.double() if is_weighted else None) * kept).sum().backward()
+    (cast(bag, level)(ids, per_sample_weights=factors) * kept).sum().backward()
+    torch.testing.assert_close(bag.weight.grad.double(), exact.weight.grad, rtol=2**-7, atol=0)
 
 
 def test_functional_call_with_float32_weights_casts_as_the_model_does():
