@@ -130,25 +130,11 @@ def test_disabled_takes_anything_without_a_word_and_does_not_pile_up(caplog):
         with ampkit.scale_loss("loss", 3) as scaled:
             assert scaled == "loss"
     model, optimizer = make_pair()
-    wrapped = Slotted(optimizer)
     for _ in range(5):
-        assert ampkit.initialize(model, wrapped, enabled=False) == (model, wrapped)
         ampkit.initialize(model, optimizer, enabled=False)
     assert len(live_sessions) == 1
     ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})  # of an enabled run
     assert not caplog.records and ampkit.state_dict() == {}
-
-
-class Slotted:
-    """A wrapper that allows no weak references, and says otherwise."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
 
 
 def test_disabled_ends_the_earlier_session_of_the_model():
@@ -173,8 +159,6 @@ WRONG_MODELS = {
     ),
     "in DistributedDataParallel": (in_ddp, ("wrapped in DistributedDataParallel", "before wrapping")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
-    "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
-    "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
     "none": (lambda: None, ("a model or a list", "found none")),
 }
 
@@ -203,8 +187,6 @@ def foreign_half_optimizer(model):
 
 WRONG_OPTIMIZERS = {
     "twice": (lambda m, o: [o, o], ("optimizer (SGD)", "twice", "Pass it once")),
-    "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "initialize(models, optimizers)")),
-    "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "initialize(models, optimizers)")),
     "half of a stranger, whose first is named": (
         lambda m, o: foreign_half_optimizer(m),
         ("torch.float16", "shape (7,)", "none of the models", "parameters of the models"),
@@ -415,11 +397,11 @@ def test_optimizer_without_weak_references_leaves_no_session():
     [
         (lambda model, optimizer: (optimizer, model), "found a Adam"),
         (lambda model, optimizer: (model.parameters(), optimizer), "found a generator"),
-        (lambda model, optimizer: (nn.Linear, optimizer), "found a type"),
+        (lambda model, optimizer: ("resnet", optimizer), "found 'resnet'"),
         (lambda model, optimizer: ({"net": model}, optimizer), "found a dict"),
         (lambda model, optimizer: (model, model), "a Sequential has no .*step"),
         (lambda model, optimizer: (model, model.parameters()), "a generator has no "),
-        (lambda model, optimizer: (model, torch.optim.Adam), "a type has no "),
+        (lambda model, optimizer: (model, [optimizer, "adam"]), "'adam' has no param_groups"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, found):
@@ -509,10 +491,8 @@ def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, cap
     "level, dtype, make, is_told",
     [
         ("O3", torch.float16, torch.optim.Adam, True),
-        ("O3", torch.float16, torch.optim.RMSprop, True),
         ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-25), True),
         ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-24), False),
-        ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=1e-4), False),
         ("O3", torch.float16, ampkit.optimizers.FusedAdam, False),
         ("O3", torch.bfloat16, torch.optim.Adam, False),
         ("O2", torch.float16, torch.optim.Adam, False),
