@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 import types
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,6 +206,14 @@ def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
     """Assert each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
     for x, y in zip(actual, expected, strict=True):
         assert torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance), (x, y)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that depends on every bit of these tensors."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().tobytes(), total)
+    return total
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:

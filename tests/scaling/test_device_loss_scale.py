@@ -266,9 +266,6 @@ def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, devic
     assert host_copies.read == []
 
 
-# Results on the host
-
-
 LINE = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
 
 

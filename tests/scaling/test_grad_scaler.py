@@ -19,8 +19,6 @@ OPTIMIZERS = {
 }
 RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=2)
 
-# The loop of a framework that knows torch's GradScaler only
-
 
 def loss_of(model, step, spoiled=()):
     x, y = random_batch(seed=step)

@@ -250,18 +250,12 @@ def test_at_scale_one_backward_needs_no_block_and_hooks_are_right(level, caplog)
     assert caplog.text == ""
 
 
-# Blocks
-
-
 def test_blocks_without_a_backward_pass_are_told_of_once(caplog):
     model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
     for count in (0, 1, 1):  # a script may leave out a first bad batch
         with ampkit.scale_loss(loss_of(model), optimizer):
             pass
         assert len(told(caplog, "ended without a backward pass")) == count
-
-
-# Parameters of others
 
 
 def test_an_optimizer_over_a_copy_of_the_model_is_refused():
@@ -321,9 +315,6 @@ def test_gradients_of_later_plain_passes_are_as_they_are(cleared):
         torch.testing.assert_close(param.grad, exact.grad, rtol=5e-2, atol=5e-3)
 
 
-# A GradScaler of the script's own, and threads
-
-
 @pytest.mark.parametrize("settings", [{"opt_level": "O4"}, {"opt_level": "O1", "loss_scale": 1.0}])
 def test_a_grad_scaler_at_scale_one_and_one_that_is_off_are_not_told_of(settings, caplog):
     for enabled in (True, False):
@@ -355,9 +346,6 @@ def test_a_thread_that_computes_its_loss_uncast_is_told_of(way, caplog):
     assert dtypes == [torch.bfloat16 if is_uncast else torch.float32] * 2
     lines = told(caplog, "in another thread than initialize()")
     assert len(lines) == is_uncast and all("scope='forward'" in line for line in lines)
-
-
-# An optimizer that initialize was not given
 
 
 class ByHand(torch.optim.Optimizer):
@@ -422,9 +410,6 @@ def test_an_optimizer_that_is_given_after_all_or_inside_of_another_is_not_told_o
     assert caplog.text == ""
 
 
-# A loss in lower precision
-
-
 #: Losses of outputs, and whether O5 leaves them in lower precision.
 LOSSES = {
     "critic": (lambda z: -z.mean(), True),
@@ -449,9 +434,6 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(name, level, caplog):
     assert len(lines) == is_lower
     assert all(word in line for line in lines for word in ("mean()", ".float()", "cast_model_outputs=torch.float32"))
     assert not lines or loss.dtype is torch.bfloat16
-
-
-# Reports of skips
 
 
 def skip(model, optimizer, times, factor=math.inf):
@@ -486,9 +468,6 @@ def test_no_scale_is_advised_against_a_loss_that_is_not_finite(of_the_loss):
             optimizer.step()
     assert ("a lower loss_scale=" in str(raised.value)) is not of_the_loss
     assert ("bfloat16" in str(raised.value)) is not of_the_loss
-
-
-# Dtype errors
 
 
 class Mixed(nn.Module):

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
-from ampkit.patching import Undo
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -25,24 +24,6 @@ def sgd(params):
 def gelus():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
-
-
-# close() closes
-
-
-def test_undo_goes_on_after_an_error_and_raises_the_first():
-    done, undo = [], Undo()
-
-    def fail(number):
-        raise ValueError(f"number {number}")
-
-    undo.callback(done.append, "last")
-    undo.callback(fail, 2)
-    undo.callback(done.append, "first")
-    undo.callback(fail, 1)
-    with pytest.raises(ValueError, match="number 1"):
-        undo.close()
-    assert done == ["first", "last"]
 
 
 class Stubborn(nn.Linear):
@@ -89,9 +70,6 @@ def test_close_leaves_torch_as_it_was_where_an_object_of_the_script_is_broken(le
     again, _ = initialize_quietly(nn.Linear(6, 3), sgd, level)  # a later session works
     ampkit.close()
     assert again.weight.dtype is torch.float32
-
-
-# Other processes
 
 
 class Encoded(Dataset):
@@ -144,9 +122,6 @@ def test_worker_of_any_kind_computes_the_float32_values_of_the_model(way, level)
     slack = 0.02 if level == "O3" else 1e-5
     assert float(way(model, rows)) == pytest.approx(want, rel=slack, abs=slack)
     assert torch.is_autocast_enabled("cpu") is (level in ("O1", "O4"))
-
-
-# Tracing
 
 
 class LeavesGelu(torch.fx.Tracer):
@@ -204,9 +179,6 @@ def test_trace_of_weights_that_no_layer_holds_computes_and_learns_as_the_model(l
     assert (found.float() - want).norm() < 0.02 * want.norm()
     found.float().square().sum().backward()
     assert all((p.grad.float() - grad).norm() < 0.03 * grad.norm() for p, grad in zip(model.parameters(), gradients))
-
-
-# Parameters that are not plain
 
 
 class Coded(torch.Tensor):
@@ -356,9 +328,6 @@ def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_with_a
         parametrize.register_parametrization(nn.Linear(8, 14).bfloat16(), "weight", LowRank())
 
 
-# Words of errors
-
-
 MASKS = {
     "masked_fill": lambda scores: scores.masked_fill(scores > 0, -1e9),
     "where": lambda scores: torch.where(scores > 0, scores, torch.tensor(-1e9)),
@@ -398,9 +367,6 @@ def test_a_step_in_a_block_at_scale_one_uses_its_gradient(level):
         scaled.backward()
         optimizer.step()
     assert model.weight.item() == 6.0
-
-
-# Batched backward passes
 
 
 #: Derivatives of the sums of outputs, from a model, its output and its parameters.
@@ -447,8 +413,6 @@ def test_vmap_over_a_backward_pass_through_batch_norm_is_refused_with_a_remedy(l
     with pytest.raises(ampkit.ConfigurationError, match="keep_fp32"):
         torch.vmap(lambda row: torch.autograd.grad(out, params, row, retain_graph=True))(torch.eye(10))
 
-
-# The end of a session inside of a block
 
 ENDS = {
     "close()": lambda model, optimizer: ampkit.close(),

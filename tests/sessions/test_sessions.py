@@ -33,9 +33,6 @@ def shrink_output(model, optimizer, times=1, **flags):
     return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
 
 
-# Several sessions at once
-
-
 def test_scalers_are_numbered_across_sessions():
     first = initialized_pair("O1", num_losses=2, loss_scale=128.0)
     assert ampkit.state_dict() == {f"loss_scaler{i}": {"loss_scale": 128.0, "unskipped": 0} for i in range(2)}
@@ -291,9 +288,6 @@ def test_patches_stay_until_the_last_session_at_o1_closes():
     assert torch.mm is plain
 
 
-# Again and again
-
-
 def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1():
     x, _first, _second = torch.ones(2, 2), initialized_pair("O1"), initialized_pair()
     assert torch.mm(x, x).dtype is torch.bfloat16
@@ -370,9 +364,6 @@ def test_second_initialize_of_half_the_things_closes_the_whole_session():
         shrink_output(*second)
 
 
-# Dying
-
-
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
 def test_session_dies_with_its_models_and_optimizers(level):
     plain = torch.mm
@@ -391,9 +382,6 @@ def test_session_of_a_dead_model_is_no_obstacle_to_the_next():
         model, _ = initialized_pair("O1", patch_torch_functions_type=dtype)
         model.itself = [model]  # a cycle: only the collector can free it
         del model, _
-
-
-# with ampkit.session
 
 
 def test_session_closes_at_the_end_of_its_block():
@@ -418,9 +406,6 @@ def test_session_closes_once_however_its_block_ends(leaves):
         ampkit.close()
     assert ampkit.current_session() is None
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-# Wrappers on the optimizer, and dtypes and devices that others change
 
 
 def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
@@ -498,9 +483,6 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
     model, optimizer = ampkit.initialize(model, Plain(model.parameters()), opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.NotInitializedError, match="not passed to initialize"):
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
-
-
-# Objects that outlive their model
 
 
 @pytest.mark.parametrize("is_taken_out", (True, False))
