@@ -405,15 +405,6 @@ def test_batched_backward_pass_through_a_norm_is_right_but_batch_norm_under_jacr
     assert (derivatives(model) - want).norm() < 0.03 * want.norm()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_vmap_over_a_backward_pass_through_batch_norm_is_refused_with_a_remedy(level):
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-    model, _ = initialize_quietly(net, sgd, level)
-    out, params = model(torch.randn(10, 5)).float().flatten(), list(model.parameters())
-    with pytest.raises(ampkit.ConfigurationError, match="keep_fp32"):
-        torch.vmap(lambda row: torch.autograd.grad(out, params, row, retain_graph=True))(torch.eye(10))
-
-
 ENDS = {
     "close()": lambda model, optimizer: ampkit.close(),
     "session.close()": lambda model, optimizer: ampkit.current_session().close(),

@@ -7,11 +7,10 @@ import gc
 import sys
 import threading
 import tracemalloc
-import warnings
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, in_threads, iterate, net_with_norm, others_slow
+from helpers import STORED_BF16, assert_skips, at, backward, in_threads, iterate, net_with_norm, others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -118,7 +117,7 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
 
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O1"), ("O0", "O5")])
 def test_optimizers_of_two_sessions_share_a_loss(levels):
-    """The loss scale of a shared loss is that of the first optimizer's session; gradients are those of float32, in each session."""
+    """The loss scale is that of the first optimizer's session; gradients are those of float32, in each session."""
     models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)]
     plain = copy.deepcopy(models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
@@ -133,19 +132,14 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         assert torch.equal(scaled, 8 * loss)
         scaled.backward()
     loss_of(*plain, torch.ones(2, 4)).backward()
-    for model, optimizer, reference in zip(models, optimizers, plain):
+    for optimizer, reference in zip(optimizers, plain):
         (param,) = ampkit.master_params(optimizer)
         assert torch.allclose(param.grad, reference.weight.grad, rtol=2e-2, atol=1e-3)
         optimizer.step()
-        expected = reference.weight - 0.25 * reference.weight.grad
-        assert torch.allclose(model.weight.float(), expected, rtol=2e-2, atol=1e-2)
     assert unskipped() == [1, 0]
     backward(loss_of(*models, torch.full((2, 4), float("inf"))), optimizers)
-    before = [model.weight.detach().clone() for model in models]
-    for optimizer in optimizers:
-        optimizer.step()
-        assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
+    for model, optimizer in zip(models, optimizers):
+        assert_skips(model, optimizer)
     # An overflow in gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
     for value, clean in ((1.0, 1), (float("inf"), 0)):
         for optimizer in optimizers:
@@ -453,17 +447,6 @@ def test_to_another_device_takes_masters_along():
     shrink_output(model, optimizer)
     model.cuda()
     assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}
-
-
-def test_scheduler_made_after_each_initialize_warns_of_nothing():
-    pair = make_pair()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            ampkit.initialize(*pair, opt_level="O2", verbosity=0)
-            scheduler = torch.optim.lr_scheduler.StepLR(pair[1], 1)
-            shrink_output(*pair)
-            scheduler.step()
 
 
 class Plain:
