@@ -88,13 +88,11 @@ def test_rows_say_what_is_stored_and_kept():
     "name, level, step, reason",
     [
         ("torch's", STORED_BF16, "one pass", ""),
-        ("fused", "O2", "one pass", ""),
         ("amsgrad", STORED_BF16, "over float32 copies", "amsgrad=True"),
         ("unknown", STORED_BF16, "over float32 copies", "ampkit has no one-pass update of RMSprop"),
         ("in lists of norms", "O2", "over float32 copies", "the update of FusedLARS needs float32 parameters"),
         # Over float32 weights a pass checks gradients too, where there is no loss scale.
         ("torch's", "O4", "one pass", ""),
-        ("torch's", "O5", "one pass", ""),
         ("fused", "O5", "one pass", ""),
         ("amsgrad", "O5", "its own", "amsgrad=True"),
         ("unknown", "O5", "its own", "ampkit has no one-pass update of RMSprop"),
