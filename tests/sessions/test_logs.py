@@ -168,7 +168,7 @@ def test_verbosity_0_and_other_ranks_are_silent(rank, verbosity, capsys, monkeyp
 
 def test_handler_leaves_with_the_last_session():
     logger = logging.getLogger("ampkit")
-    before = list(logger.handlers), logger.level
+    before = list(logger.handlers), logging.NOTSET
     initialized_aloud()
     assert len(logger.handlers) == len(before[0]) + 1
     ampkit.close()

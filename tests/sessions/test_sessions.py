@@ -105,7 +105,7 @@ def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
     assert "Was num_losses changed?" in caplog.text
 
 
-@pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", True, 0.0, None))
+@pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", False, 0.0, None))
 def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
     first, second = initialized_pair("O1", num_losses=1), initialized_pair("O1", num_losses=4)
     with pytest.raises(ampkit.LossIdError) as caught:
