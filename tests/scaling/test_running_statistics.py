@@ -303,19 +303,20 @@ def test_parts_and_methods_that_a_script_calls_without_their_model(call, level, 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])  # steps of the fused ones count as writes to the weights
 def test_a_kept_graph_still_runs_backward_after_a_skipped_step(name):
     x, bad = torch.randn(5, 4), torch.full((5, 4), math.nan)
-    model, beside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4)
-    twin, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    trained, beside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4)
+    twin = copy.deepcopy(trained)
     twin(x).square().mean().backward()
-    ampkit.initialize([model, beside], optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    model = nn.ModuleList([trained, beside])
+    _, optimizer = initialize_quietly(model, OPTIMIZERS[name], "O0", loss_scale="dynamic")
     beside(bad)
-    loss = model(x).square().mean()
+    loss = trained(x).square().mean()
     with ampkit.scale_loss(loss * math.inf, optimizer) as scaled:
         scaled.backward(retain_graph=True)
     assert beside.running_mean.eq(0).all()  # and with it all statistics were written to
     optimizer.step()
     optimizer.zero_grad()
     backward(loss, optimizer)  # batch norm has saved its running statistics in there
-    for mine, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+    for mine, wanted in zip(trained.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, wanted.grad)
 
 
