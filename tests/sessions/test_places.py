@@ -1,7 +1,4 @@
-"""Places where a session begins or ends: afterwards torch is what it was, and a float32 training gives the same bits.
-
-Torch's functions are compared by conftest.py; `state` compares what else a session sets.
-"""
+"""Places where a session begins or ends: afterwards torch is what it was, and a float32 training gives the same bits."""
 
 import gc
 
@@ -120,7 +117,7 @@ def garbage_collection(action):
 
 
 def state():
-    """Losses of a float32 training, dtypes of products, and the state of this thread."""
+    """Losses of a float32 training, torch's functions, dtypes of products, and the state of this thread."""
     torch.manual_seed(9)
     model, x = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1)), torch.randn(32, 6)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -132,7 +129,9 @@ def state():
         optimizer.step()
         losses.append(loss.item())
     ones = torch.ones(2, 2)
+    owners = torch, nn.functional, torch.Tensor, nn.Module, torch.autograd, nn.utils.clip_grad, torch.fx.Tracer
     return {
+        "functions": [{name: x for name, x in vars(one).items() if callable(x) or name == "data"} for one in owners],
         "losses": losses,
         "products": (torch.mm(ones, ones).dtype, torch.ops.aten.mm(ones, ones).dtype),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
