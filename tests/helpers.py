@@ -13,7 +13,9 @@ import subprocess
 import sys
 import traceback
 import types
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,28 @@ def backward_of_one_weight(model: nn.Module, optimizer, slope: float, **flags) -
     backward(model(torch.ones(1, 1)).float().sum() * slope, optimizer, **flags)
 
 
+def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Copies of what a step changes: weights, their float32 values, moments and step counts."""
+    values = [model.state_dict()[name] for name, _ in model.named_parameters()]
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return [x.detach().clone() for x in (*model.parameters(), *values, *states)]
+
+
+def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | None = None) -> None:
+    """Assert that a step, or a whole iteration, is skipped and changes nothing."""
+    before = everything(model, optimizer)
+    (step or optimizer.step)()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(model, optimizer), strict=True))
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        for running in [threads.submit(work) for work in works]:
+            running.result(60)
+
+
 def net_with_norm(inputs: int = 6, hidden: int = 8, outputs: int = 3, seed: int = 0) -> nn.Sequential:
     """Weights that O2 casts, around a norm layer that it keeps float32; the same numbers each time."""
     torch.manual_seed(seed)
@@ -182,6 +206,14 @@ def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
     """Assert each tensor within ``tolerance``, relative or absolute, of the expected one. Dtypes may differ."""
     for x, y in zip(actual, expected, strict=True):
         assert torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance), (x, y)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that depends on every bit of these tensors."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().tobytes(), total)
+    return total
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:

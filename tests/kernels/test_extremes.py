@@ -20,9 +20,6 @@ def untouched(numel, dtype):
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
 
 
-# Long tensors
-
-
 @pytest.mark.compiled("kernels")
 def test_what_lies_past_two_to_the_31_bytes_is_read():
     """The largest of these offsets in bytes is no 32-bit number."""
@@ -42,9 +39,6 @@ def test_a_launch_has_a_block_for_each_chunk_past_two_to_the_32_elements():
     kernels.multi_tensor_sgd([x], [x], None, lr=0.1, found_inf=torch.ones(1))
     assert ampkit_emulated.launches() - launches == 1
     assert ampkit_emulated.blocks() - blocks == 2**32 // CHUNK + 1
-
-
-# Ends of buffers
 
 
 @pytest.mark.parametrize("op", ["adam", "sgd"])
@@ -72,9 +66,6 @@ def test_nothing_beside_packed_moments_rests_and_weights_is_touched(ops, device,
             for buffer, source in zip(inner, sources):
                 buffer.copy_(source)
         assert all(bool((whole[:64] == 77).all()) and bool((whole[-64:] == 77).all()) for whole in wholes), size
-
-
-# Tiny numbers, and none
 
 
 def test_tiny_numbers_are_not_zero(ops, device):
@@ -137,9 +128,6 @@ def test_numbers_drawn_make_no_weight_infinite(ops, device):
     rule = dict(positions=positions, seed=1, step=1.0, round_params=True)
     ops.multi_tensor_sgd([grads], [params], None, lr=2.0**119, **rule)
     assert params.tolist() == [largest] * 150 + [-largest] * 150
-
-
-# Many steps
 
 
 @pytest.mark.parametrize("beta2", [0.999, 0.99999])

@@ -35,14 +35,6 @@ def test_plain_tensors_are_served_at_once():
     assert norm.item() == pytest.approx(1.75**0.5) and norms.tolist() == pytest.approx([0.75**0.5, 1.0])
 
 
-def test_a_loss_scale_moves_at_once():
-    state = torch.zeros(7, dtype=torch.int32)
-    state[:1].view(torch.float32).fill_(8.0)
-    before = state._version
-    assert library().update_scale(0b1, state, torch.ones(()), 2.0, 0.5, 2000, 1, 1.0, 16.0) is None
-    assert state[:1].view(torch.float32).item() == 4.0 and state._version == before + 1
-
-
 class Subclass(torch.Tensor):
     pass
 

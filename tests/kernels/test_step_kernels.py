@@ -2,12 +2,12 @@
 
 import itertools
 import math
-import zlib
 from dataclasses import dataclass, field
 
 import hypothesis
 import pytest
 import torch
+from helpers import assert_all_close, checksum
 from hypothesis import strategies
 from updates import adagrad64, adam64, lamb64, novograd64, sgd64
 
@@ -223,15 +223,9 @@ def test_five_thousand_tensors(ops, device, name):
     lists = make_lists([(i % 5,) for i in range(5000)], MIXES["bfloat16 masters"], STEPS[name][2], device)
     run_step(ops, name, lists)
     run_wide(name, lists)
-    joined = Lists(
-        *([torch.cat(ts)] for ts in (lists.grads, lists.params)),
-        [[torch.cat(s)] for s in lists.states],
-        None,
-        lists.vector,
-    )
-    joined.wide = [[torch.cat(column) for column in zip(*lists.wide, strict=True)]]
-    joined.wide_vector = lists.wide_vector
-    assert_agrees(joined)
+    found = [torch.cat(column) for column in (lists.params, *lists.states)]
+    wanted = [torch.cat(column) for column in list(zip(*lists.wide))[1:]]
+    assert_all_close([*found, lists.vector], [*wanted, lists.wide_vector], 24 * EPSILON[F32])
     assert torch.equal(torch.cat(lists.lower), torch.cat(lists.params).to(BF16))
 
 
@@ -324,10 +318,9 @@ def test_extension_agrees_with_the_reference_on_anything(data):
 def fingerprint():
     """A number that depends on every bit that the steps write."""
     torch.manual_seed(0)
-    total = 0
+    written = []
     for name, mix in itertools.product(STEPS, ("float16 masters", "all bfloat16")):
         lists = make_lists(SIZES, MIXES[mix], STEPS[name][2])
         run_step(kernels, name, lists)
-        for written in lists.written():
-            total = zlib.crc32(written.view(-1).view(torch.uint8).numpy().tobytes(), total)
-    return total
+        written += lists.written()
+    return checksum(written)

@@ -34,9 +34,11 @@ OPTIMIZERS = {
     "torch's fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
     "FusedAdam in int8": lambda params: FusedAdam(params, lr=1e-2, state_dtype="int8"),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
 }
 #: Settings of initialize; a dynamic scale checks at every level.
 SCALES = {
+    "none": {},
     "dynamic": {"loss_scale": "dynamic"},
     "growing": {"loss_scale": ampkit.DynamicLossScale(init_scale=8.0, growth_factor=4.0, growth_interval=1)},
     "checked": {"check_gradients": True},
@@ -94,6 +96,9 @@ QUICK = [
         for each_time in (False, True)
         for delayed in (False, True)
     ),
+    *(Case("ddp", level, "AdamW", scale, clip=0.25) for level, scale in (("O2", "dynamic"), ("O5", "none"))),
+    Case("ddp", "O5", "torch's fused AdamW", "none", clip=0.25),
+    Case("ddp", "O2", "RMSprop", clip=0.25),
 ]
 #: On four.
 SLOW = [

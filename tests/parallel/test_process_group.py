@@ -169,24 +169,6 @@ def touched(rank, case, level, fused, through_masters):
     return {"found": steps, "finite": bool(finite)}
 
 
-def checks_at_steps(rank, by_hand):
-    """Count the steps, of two, that check gradients: averaged by hand, or under DDP, which averages before the block ends."""
-    from ampkit.iteration.gradients import Gradients
-
-    taken, original = [], Gradients.check
-    Gradients.check = lambda self, found: taken.append(1) or original(self, found)
-    model, optimizer = begun("O2", fused=True, loss_scale="dynamic")
-    parallel = model if by_hand else DistributedDataParallel(model)
-    for step in range(2):
-        x, y = (part[rank] for part in data(step))
-        optimizer.zero_grad()
-        backward(F.mse_loss(parallel(x), y), optimizer)
-        optimizer.step()
-    Gradients.check = original
-    ampkit.close()
-    return len(taken)
-
-
 TOUCHED_CASES = [
     (case, level, fused, through_masters)
     for case in TOUCHED
@@ -223,7 +205,6 @@ def work(rank):
     ALONE[:] = [dist.new_group([one]) for one in range(2)]
     return {
         "touched": {str(case): touched(rank, *case) for case in TOUCHED_CASES},
-        "checks": {str(by_hand): checks_at_steps(rank, by_hand) for by_hand in (False, True)},
         "hooks": {str(case): train_with_hook(rank, *case) for case in SENT},
         "without gradients": a_rank_without_gradients(rank),
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
@@ -298,12 +279,6 @@ def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(
     for rank, one in enumerate(found["touched"][str(case)] for found in results):
         skipped = [False, both or rank == 1, False]
         assert one == {"found": [(skip, not skip) for skip in skipped], "finite": True}
-
-
-@pytest.mark.slow
-def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_them(results):
-    for rank in results:
-        assert rank["checks"] == {"False": 0, "True": 2}
 
 
 @pytest.mark.parametrize("fused", [False, True])

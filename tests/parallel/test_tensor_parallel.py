@@ -153,9 +153,6 @@ def test_four_ranks_train_as_one_process_in_float32(tmp_path):
         assert_moved_alike(ranks[0][key]["weights"], expected, start, tolerance)
 
 
-# In one process
-
-
 def test_norm_of_a_tensor_in_stripes_is_taken_over_all_that_hold_them(group_of_one):
     """FSDP2 over tensor parallelism: `is_shard()` of the placement is False, and clipping took each rank's part for the whole."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))

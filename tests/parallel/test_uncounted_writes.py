@@ -108,16 +108,6 @@ def test_what_is_written_to_master_params_reaches_the_next_forward(write, group_
         assert torch.equal(param.float(), expected[name].to(param.dtype).float()), name
 
 
-def test_a_look_at_a_float32_values_data_keeps_what_was_written_to_the_weight():
-    model, optimizer = prepared()
-    with torch.no_grad():
-        model[0].weight.fill_(0.25)
-    looked_at = [param.data.abs().max().item() for param in ampkit.master_params(optimizer)]
-    model(random_batch()[0])
-    # Half of the last place of 0.25 is 2^-10.
-    assert abs(looked_at[0] - 0.25) <= 2.0**-10 and (model[0].weight == 0.25).all()
-
-
 def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
     """The memory of a sparse tensor has no address to be known by."""
     held = prepared()

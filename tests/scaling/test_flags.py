@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import STORED_BF16, at, backward
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampkit
 
@@ -15,10 +14,7 @@ X = torch.ones(1, 4)
 BAD = math.inf
 
 LEVELS = ["O1", "O2", STORED_BF16]
-SCALES = [
-    pytest.param(1024.0, id="static"),
-    pytest.param(ampkit.DynamicLossScale(init_scale=1024.0, growth_interval=1000), id="dynamic"),
-]
+SCALES = [1024.0, ampkit.DynamicLossScale(init_scale=1024.0, growth_interval=1000)]
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=1.0),
     "AdamW": partial(torch.optim.AdamW, lr=0.5),
@@ -29,14 +25,13 @@ OPTIMIZERS = {
 PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
 
 each_level = pytest.mark.parametrize("level", LEVELS)
-# Each level at one of the scales, for tests of many ways.
-each_level_once = pytest.mark.parametrize("level, scale", [(LEVELS[i], SCALES[i % 2].values[0]) for i in range(3)])
-each_scale = pytest.mark.parametrize("scale", SCALES)
+# Each level at one of the scales.
+each_level_once = pytest.mark.parametrize("level, scale", list(zip(LEVELS, SCALES * 2)))
 # Each level at each scale with SGD, and each other optimizer once.
 each_case = pytest.mark.parametrize(
     "level, scale, make",
     [
-        *((level, scale.values[0], OPTIMIZERS["SGD"]) for level in LEVELS for scale in SCALES),
+        *((level, scale, OPTIMIZERS["SGD"]) for level in LEVELS for scale in SCALES),
         *((level, 1024.0, OPTIMIZERS[name]) for level, name in zip(LEVELS * 2, list(OPTIMIZERS)[1:])),
     ],
 )
@@ -111,10 +106,6 @@ REPAIRS = {
     "of masters": lambda model, optimizer: repair(ampkit.master_params(optimizer)),
     "after a look at norms": repair_after(lambda params: [param.grad.float().norm() for param in params]),
     "after clipping": repair_after(lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0)),
-    "after clipping the model's": lambda model, optimizer: (
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        repair(model.parameters()),
-    ),
     "the first replaced": lambda model, optimizer: (
         setattr(model.second.weight, "grad", torch.zeros_like(model.second.weight)),
         repair(model.parameters()),
@@ -214,16 +205,10 @@ def left_early(model, optimizer):
             continue
 
 
-def checkpointed_block_of_the_other(first, second):
-    model, optimizer = second
-    backward(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum(), optimizer)
-
-
 BETWEEN = {
     "nothing": lambda first, second: None,
     "a block left early": lambda first, second: left_early(*first),
     "a block of the other": lambda first, second: go(*second, 1.0),
-    "a checkpointed block of the other": checkpointed_block_of_the_other,
 }
 
 
@@ -243,8 +228,7 @@ def test_momentum_moves_nothing_at_a_second_step_after_a_skip(level, scale, sess
     assert value(model) == -2.0
 
 
-@each_level
-@each_scale
+@each_level_once
 def test_an_overflow_in_one_layer_stays_when_another_gets_its_first_gradient(level, scale):
     model, optimizer = made(level, scale)
     go(model.second, optimizer, BAD)
@@ -273,8 +257,7 @@ def test_gradients_kept_for_a_step_are_judged_by_their_own_values(level, scale, 
 
 
 @pytest.mark.compiled("wrappers")  # a float32 gradient is put on a weight in lower precision
-@each_level
-@each_scale
+@each_level_once
 def test_gradients_put_back_after_zero_grad_are_judged_by_their_own_values(level, scale):
     model, optimizer = made(level, scale)
     for slope, expected in ((BAD, 0.0), (2.0, -2.0)):
@@ -294,20 +277,6 @@ ADDS = {
     "replaced": lambda param, buffer: setattr(param, "grad", param.grad + buffer),
     "data replaced": lambda param, buffer: setattr(param.grad, "data", param.grad.data + buffer),
 }
-
-
-@pytest.mark.parametrize("way", ADDS)
-@each_level_once
-def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, way):
-    """GEM: gradients of old tasks are added to those of the new one."""
-    model, optimizer = made(level, scale)
-    for slope, expected in ((2.0, -6.0), (BAD, -6.0), (1.0, -11.0)):
-        optimizer.zero_grad()
-        go(model, optimizer, slope)
-        for param in model.parameters():
-            ADDS[way](param, torch.full_like(param.grad, 4.0))
-        optimizer.step()
-        assert value(model) == expected
 
 
 @pytest.mark.parametrize("way", ADDS)
@@ -402,8 +371,7 @@ def test_blocks_left_without_a_backward_pass_count_for_nothing(level, other_leav
     assert value(model) == -3.0
 
 
-@each_level
-@each_scale
+@each_level_once
 def test_a_block_left_early_keeps_gradients_and_their_flag(level, scale):
     model, optimizer = made(level, scale)
     for slope, expected in ((2.0, -2.0), (BAD, -2.0)):

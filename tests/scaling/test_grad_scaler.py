@@ -19,8 +19,6 @@ OPTIMIZERS = {
 }
 RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=2)
 
-# The loop of a framework that knows torch's GradScaler only
-
 
 def loss_of(model, step, spoiled=()):
     x, y = random_batch(seed=step)
@@ -264,16 +262,15 @@ def test_without_a_session_there_is_no_loss_scale():
 
 
 @pytest.mark.parametrize(
-    "level, make",
-    (
-        ("O1", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True)),
-        ("O2", lambda p: torch.optim.Adam(p, lr=0.01, fused=True)),
-        ("O2", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True)),
-        ("O5", lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
-        ("O4", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
-    ),
-    ids=("SGD fused", "Adam fused", "SGD fused over rests", "AdamW fused", "SGD"),
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    ],
+    ids=["SGD fused", "Adam fused", "SGD"],
 )
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_torchs_grad_scaler_left_in_the_script_unscales_for_every_optimizer(make, level):
     """torch's scaler hands its scale to fused optimizers, which unscale in the step."""
 

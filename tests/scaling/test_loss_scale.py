@@ -40,6 +40,7 @@ ON_PAPER = {
     # The second overflow halves; a clean iteration gives the patience back.
     "waits for as many overflows": ([PATIENT], [1, 1, 1, 0, 1, 1], [8.0, 4.0, 2.0, 2.0, 2.0, 1.0], 0),
     "stays, where it is static": ([128.0], [0, 1, 1, 0], [128.0] * 4, 1),
+    "stays, where float32 has not its number": ([1000.1], [0] * 2003, [1000.1] * 2003, 2003),
 }
 
 
@@ -57,10 +58,10 @@ def test_scale_set_by_hand_above_the_maximum_is_not_lowered_by_growth():
 
 
 def test_what_was_found_is_read_late_and_once():
-    scaler = LossScaler()
-    flag = torch.ones(1)
+    scaler, flag = LossScaler(), torch.ones(1)
+    entered = scaler.current(flag.device)
     verdict = scaler.update(flag)
-    assert verdict.overflowed
+    assert verdict.overflowed and float(entered) == 65536.0
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
     flag.zero_()
     assert float(scaler.current(flag.device)) == scaler.loss_scale == 32768.0

@@ -2,12 +2,11 @@
 
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import backward
+from helpers import backward, in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,11 +213,6 @@ def generator_that_adds_to_the_critics_gradients(amp, g, d, of_g, of_d):
     amp.backward(loss_of(d(g(X).float())), of_g)
 
 
-@script_of_two_sessions(outputs=1)
-def both_of_a_gan_in_one_block(amp, g, d, of_g, of_d):
-    amp.backward(loss_of(d(g(X).float()) - 1.0), [of_g, of_d])
-
-
 @script
 def two_passes_in_one_block_of_one_session(amp):
     g, d = net(1), net(2, 1)
@@ -257,30 +251,6 @@ def block_of_another_session_around_a_whole_iteration(amp, a, b, of_a, of_b):
         scaled.backward()
 
 
-@script
-def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
-    a, b, last = net(1), net(2), net(3)
-    b.weight = a.weight
-    head = nn.Sequential(b, last)
-    of_a, of_head = sgd(a), sgd(head)
-    amp.initialize([a, head], [of_a, of_head])
-    for _ in cleared(of_a, of_head):
-        amp.backward(loss_of(head(X)), of_head)
-        amp.backward(loss_of(a(X)), of_a)
-        result = stepped([a, last], [of_a, of_head])
-    return result
-
-
-@script_of_two_sessions(outputs=1)
-def critic_frozen_while_the_generator_trains(amp, g, d, of_g, of_d):
-    amp.backward(loss_of(d(X) - 1.0), of_d)
-    kept = grads(d)
-    d.requires_grad_(False)
-    amp.backward(loss_of(d(g(X).float())), of_g)
-    d.requires_grad_(True)
-    return kept
-
-
 # Passes that reach parameters without an optimizer of ampkit
 
 
@@ -296,12 +266,12 @@ class WeightsOfLosses(nn.Module):
 
 
 @script
-def weights_of_losses(amp, clears=True, delays=(False,)):
+def weights_of_losses(amp, delays=(False,)):
     """Go backward once an iteration for each of ``delays``."""
     (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
     of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
     result = []
-    for _ in cleared(*(of_a, of_weights) if clears else (), times=3):
+    for _ in cleared(of_a, of_weights, times=3):
         for index, delay in enumerate(delays):
             output = a(X + index)
             loss = weighted([loss_of(output), loss_of(output - 1.0)]) / (len(delays) + 1)
@@ -310,11 +280,6 @@ def weights_of_losses(amp, clears=True, delays=(False,)):
         of_a.step()
         of_weights.step()
     return result + weights(a, weighted)
-
-
-@script
-def weights_of_losses_without_zero_grad(amp):
-    return weights_of_losses(amp, clears=False)
 
 
 @script
@@ -389,18 +354,6 @@ def function_in_python_beside_a_parameter_without_optimizer(amp):
 
 
 @script
-def optimizer_of_a_layer_steps_without_initialize(amp):
-    model = nn.Sequential(net(1), net(2))
-    optimizer = sgd(model[0])
-    amp.initialize(model[0], optimizer)
-    other = sgd(model[1])
-    for _ in cleared(optimizer, other, times=3):
-        amp.backward(loss_of(model(X)), optimizer)
-        result = stepped([model], [other, optimizer])
-    return result
-
-
-@script
 def loss_weight_reached_by_blocks_of_two_sessions(amp):
     sessions, weight = [session(amp, 1), session(amp, 2)], nn.Parameter(torch.ones(1))
     for _ in range(2):
@@ -447,17 +400,6 @@ def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
 
 
 @script
-def function_in_python_over_retained_features(amp):
-    model, optimizer = two_layers(amp)
-    hidden = model[0](X).float()
-    hidden.retain_grad()
-    doubled = Doubled.apply(hidden)
-    doubled.retain_grad()
-    amp.backward(loss_of(model[1](doubled)), optimizer)
-    return [*grads(model), copied(hidden.grad), copied(doubled.grad)]
-
-
-@script
 def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
     """Train models whose first layers have no optimizer, and yet get gradients."""
     (a, _), (b, of_b) = two_layers(amp, trained=1), two_layers(amp, trained=1, seed=2)
@@ -471,18 +413,6 @@ def loss_weight_inside_of_a_checkpoint(amp):
     loss = checkpoint(lambda x: loss_of(x) * weight, a(X), use_reentrant=True)
     amp.backward(loss.sum(), of_a)
     return [*grads(a), copied(weight.grad)]
-
-
-@script
-def checkpoint_over_a_layer_that_was_replaced(amp):
-    model, optimizer = two_layers(amp, trained=1)
-    for index in cleared(optimizer):
-        if index:
-            model[0].weight = nn.Parameter(net(5).weight.detach().to(model[0].weight.dtype))
-        loss = loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
-        amp.backward(loss, optimizer)
-        result = stepped([model], [optimizer])
-    return result
 
 
 @script
@@ -542,13 +472,6 @@ def script_of_threads(function):
     return function if cuda_is_emulated() else script(function)
 
 
-def in_threads(*works):
-    """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
-    with ThreadPoolExecutor(len(works)) as threads:
-        for running in [threads.submit(work) for work in works]:
-            running.result(60)
-
-
 @script_of_threads
 def sessions_trained_in_two_threads(amp):
     """Go backward in two threads, both within their blocks; of the last two, one ends after the other."""
@@ -584,30 +507,31 @@ def block_opened_in_one_thread_and_gone_backward_in_another(amp, a, b, of_a, of_
     return [copied(x.grad)]
 
 
+@script_of_two_sessions
+def both_models_gone_backward_in_another_thread(amp, g, d, of_g, of_d):
+    in_threads(lambda: amp.backward(loss_of(d(g(X).float())), of_d))
+
+
 @script_of_threads
 def checkpoint_in_one_thread_while_another_trains(amp):
-    """Compare: a function in Python in one thread's block takes nothing from what another thread is about to step with."""
+    """A function in Python in one thread's block takes nothing from what another thread is about to step with."""
     (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
-    inside, ready, stepped = threading.Event(), threading.Event(), threading.Event()
+    barrier = threading.Barrier(2, timeout=30)
 
     def first():
-        ready.wait(30)
-        of_a.zero_grad()
+        barrier.wait()
         with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
             scaled.backward()
-            inside.set()
-            stepped.wait(30)
+            barrier.wait()
+            barrier.wait()
         of_a.step()
 
     def second():
-        try:
-            amp.backward(loss_of(b(X)), of_b)
-            ready.set()
-            inside.wait(30)
-            of_b.step()
-        finally:
-            ready.set()
-            stepped.set()
+        amp.backward(loss_of(b(X)), of_b)
+        barrier.wait()
+        barrier.wait()
+        of_b.step()
+        barrier.wait()
 
     in_threads(first, second)
     return weights(a, b)

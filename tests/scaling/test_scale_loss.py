@@ -12,8 +12,10 @@ import pytest
 import torch
 from helpers import (
     STORED_BF16,
+    assert_skips,
     backward,
     backward_of_one_weight,
+    everything,
     initialize_quietly,
     net_with_norm,
     one_weight,
@@ -76,7 +78,8 @@ def test_an_optimizer_that_is_named_twice_is_unscaled_once(delay_unscale):
     assert_close_to_largest(gradients(optimizer), reference_gradients(before, [(x, y)]), TOLERANCE["O1"])
 
 
-@pytest.mark.parametrize("level, loss_scale", [*((level, 64.0) for level in LEVELS), ("O2", "dynamic")])
+@pytest.mark.parametrize("loss_scale", [64.0, "dynamic"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_gradients_are_unscaled_at_every_level(level, loss_scale):
     before, model, optimizer = with_float32_twin(level, loss_scale=loss_scale)
     [(x, y)] = data = batches(1)
@@ -91,9 +94,8 @@ def test_several_losses_with_their_own_scales_add_up(level):
     data = batches(3)
     for loss_id, (x, y) in enumerate(data):
         with ampkit.scale_loss((loss_id + 1) * F.mse_loss(model(x), y), optimizer, loss_id=loss_id) as scaled:
-            assert math.isclose(
-                scaled.item(), 2.0 ** (6 + 3 * loss_id) * (loss_id + 1) * F.mse_loss(model(x), y).item(), rel_tol=1e-5
-            )
+            expected = 2.0 ** (6 + 3 * loss_id) * (loss_id + 1) * F.mse_loss(model(x), y).item()
+            assert math.isclose(scaled.item(), expected, rel_tol=1e-5)
             scaled.backward()
     assert_close_to_largest(gradients(optimizer), reference_gradients(before, data, [1.0, 2.0, 3.0]), TOLERANCE[level])
 
@@ -148,26 +150,9 @@ def overflow(model, optimizer, **flags):
     backward(loss * math.inf, optimizer, **flags)
 
 
-def everything(model, optimizer):
-    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return [
-        t.detach().clone() for t in (*model.parameters(), *model.buffers(), *ampkit.master_params(optimizer), *state)
-    ]
-
-
-def assert_step_is_skipped(model, optimizer, before):
-    assert optimizer.step() is None and ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
-
-
-@pytest.mark.parametrize(
-    "level, loss_scale, flags",
-    [
-        *((level, "dynamic", {}) for level in ("O0", "O1", "O2", "O3")),
-        *(("O5", 32.0, {}), ("O1", "dynamic", {"delay_overflow_check": True})),
-        ("O2", "dynamic", {"delay_overflow_check": True}),
-    ],
-)
+@pytest.mark.parametrize("flags", [{}, {"delay_overflow_check": True}], ids=str)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 32.0])
+@pytest.mark.parametrize("level", LEVELS)
 def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, loss_scale, flags):
     _, model, optimizer = with_float32_twin(level, lambda p: torch.optim.Adam(p, lr=0.1), loss_scale=loss_scale)
     for x, y in batches(2):
@@ -175,23 +160,11 @@ def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, lo
         backward(F.mse_loss(model(x), y), optimizer)
         optimizer.step()
     assert not ampkit.step_was_skipped(optimizer)
-    before = everything(model, optimizer)
-    assert len(before) > 10
+    assert len(everything(model, optimizer)) > 10
     optimizer.zero_grad()
     overflow(model, optimizer, **flags)
-    assert_step_is_skipped(model, optimizer, before)
+    assert_skips(model, optimizer)
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == (32.0 if loss_scale == 32.0 else 32768.0)
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_looks_again_at_gradients_that_were_written_to(level, make):
-    _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
-    [(x, y)] = batches(1)
-    backward(F.mse_loss(model(x), y), optimizer)
-    before = everything(model, optimizer)
-    model[3].weight.grad[0, 0] = math.nan
-    assert_step_is_skipped(model, optimizer, before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -211,7 +184,7 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
     overflow(model, optimizer, **flags)
     [(x, y)] = batches(1)
     backward(F.mse_loss(model(x), y), optimizer, loss_id=0 if flags else 1)
-    assert_step_is_skipped(model, optimizer, everything(model, optimizer))
+    assert_skips(model, optimizer)
     scales = [state["loss_scale"] for state in ampkit.state_dict().values()]
     assert scales == [2.0**15, 2.0**16]
 
@@ -222,43 +195,41 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
 def test_overflow_in_the_last_micro_batch_skips_the_step(level, make, layer):
     """Gradients of earlier batches are there already: each new gradient is checked as it is added, in every parameter."""
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
-    before = everything(model, optimizer)  # now: who looks at master_params brings them about
     x, y = batches(1)[0]
     backward(F.mse_loss(model(x), y), optimizer)
     model[layer].weight.register_hook(lambda gradient: gradient * math.inf)
     backward(F.mse_loss(model(x), y), optimizer)
-    assert_step_is_skipped(model, optimizer, before)
+    assert_skips(model, optimizer)
 
 
 def two_models(level, make=torch.optim.SGD):
-    """Return two models with their optimizers, of one session, and all that their steps would change."""
+    """Return two models with their optimizers, of one session."""
     models = [net_with_norm(), net_with_norm()]
     optimizers = [make(model.parameters(), lr=0.1) for model in models]
-    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
-    return [(model, optimizer, everything(model, optimizer)) for model, optimizer in zip(models, optimizers)]
+    return list(zip(*ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(level):
-    (a, of_a, _), (b, of_b, _) = both = two_models(level)
+    (a, of_a), (b, of_b) = both = two_models(level)
     x, y = batches(1)[0]
     a[3].weight.register_hook(lambda gradient: gradient * math.inf)
     backward(F.mse_loss(a(x) + b(x), y), [of_a, of_b])
-    for model, optimizer, before in both:
-        assert_step_is_skipped(model, optimizer, before)
+    for model, optimizer in both:
+        assert_skips(model, optimizer)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, torch.optim.RMSprop])
 def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once(make):
     """The overflow is passed on to another optimizer's block, with finite gradients. RMSprop's step does not check itself."""
-    (a, of_a, _), (b, of_b, _) = both = two_models("O2", make)
+    (a, of_a), (b, of_b) = both = two_models("O2", make)
     overflow(a, of_a, delay_overflow_check=True)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 0}
     x, y = random_batch()
     backward(F.mse_loss(b(x), y), of_b)
-    for model, optimizer, before in both:
+    for model, optimizer in both:
         assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
-        assert_step_is_skipped(model, optimizer, before)
+        assert_skips(model, optimizer)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
 
 
@@ -334,22 +305,6 @@ def test_nothing_of_a_block_is_held_after_it(fails):
     assert gone() is None
 
 
-class Unscalable(torch.Tensor):
-    def float(self):
-        raise MemoryError("no room for the scaled loss")
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_loss_that_cannot_be_scaled_leaves_earlier_gradients(level):
-    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
-    backward(model(torch.ones(1, 4)).float().sum(), optimizer)
-    with pytest.raises(MemoryError), ampkit.scale_loss(torch.ones(()).as_subclass(Unscalable), optimizer):
-        pass
-    # The gradient of a sum of outputs: the input, and one for each row of the bias.
-    gradients = [param.grad.tolist() for param in ampkit.master_params(optimizer)]
-    assert gradients == [[[1.0] * 4] * 2, [1.0, 1.0]]
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypatch):
     def refuse(tensor, *args, **kwargs):
@@ -366,12 +321,8 @@ def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypat
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
 
 
-# Hooks on parameters, which see gradients at the loss scale
-
-
 def test_gradients_that_wait_at_a_scale_of_one_are_checked_at_a_scale_set_since():
     model, optimizer = initialize_quietly(net_with_norm(), sgd, STORED_BF16, check_gradients=False)
-    before = everything(model, optimizer)
     backward(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True)
     ampkit.current_session().scalers[0].loss_scale = 4.0
-    assert_step_is_skipped(model, optimizer, before)
+    assert_skips(model, optimizer)

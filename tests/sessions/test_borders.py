@@ -1,15 +1,11 @@
-"""Borders of a session: places where it begins and ends, other processes, tracers, parameters of other kinds, what is broken."""
+"""Borders of a session: other processes, tracers, parameters of other kinds, what is broken, an end inside of a block."""
 
-import concurrent.futures
 import contextlib
-import subprocess
-import sys
 import weakref
 
-import places
 import pytest
 import torch
-from helpers import backward, initialize_quietly, others_slow
+from helpers import backward, in_threads, initialize_quietly, one_weight, others_slow
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -17,7 +13,6 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
-from ampkit.patching import Undo
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -29,38 +24,6 @@ def sgd(params):
 def gelus():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
-
-
-TOGETHER = "inference_mode dispatch_mode forked_child"
-
-
-@pytest.mark.parametrize(
-    "where",
-    others_slow(
-        TOGETHER, "interpreter_exit", of=[TOGETHER, *(place for place in places.PLACES if place not in TOGETHER)]
-    ),
-)
-def test_session_that_begins_or_ends_there_leaves_torch_as_it_was(where):
-    run = subprocess.run([sys.executable, places.__file__, *where.split()], capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-# close() closes
-
-
-def test_undo_goes_on_after_an_error_and_raises_the_first():
-    done, undo = [], Undo()
-
-    def fail(number):
-        raise ValueError(f"number {number}")
-
-    undo.callback(done.append, "last")
-    undo.callback(fail, 2)
-    undo.callback(done.append, "first")
-    undo.callback(fail, 1)
-    with pytest.raises(ValueError, match="number 1"):
-        undo.close()
-    assert done == ["first", "last"]
 
 
 class Stubborn(nn.Linear):
@@ -109,9 +72,6 @@ def test_close_leaves_torch_as_it_was_where_an_object_of_the_script_is_broken(le
     assert again.weight.dtype is torch.float32
 
 
-# Other processes
-
-
 class Encoded(Dataset):
     def __init__(self, model, rows):
         self.model, self.rows = model, rows
@@ -129,37 +89,21 @@ def total(model, rows):
         return model(rows).float().sum().item()
 
 
-def by_forkserver(model, rows):
-    with concurrent.futures.ProcessPoolExecutor(1, torch.multiprocessing.get_context("forkserver")) as pool:
-        return pool.submit(total, model, rows).result(60)
-
-
 def by_pool(model, rows):
     with torch.multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(total, (model, rows))
 
 
 def by_spawned_loader(model, rows):
-    return sum(
-        DataLoader(Encoded(model, rows), 2, num_workers=1, multiprocessing_context="spawn"), torch.tensor(0.0)
-    ).sum()
+    loader = DataLoader(Encoded(model, rows), 2, num_workers=1, multiprocessing_context="spawn")
+    return sum(batch.sum() for batch in loader)
 
 
 def by_forked_loader(model, rows):
     return sum(batch.sum() for batch in DataLoader(Encoded(model, rows), 2, num_workers=2))
 
 
-def _put(rank, model, rows, answers):
-    answers.put(total(model, rows))
-
-
-def by_mp_spawn(model, rows):
-    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_put, (model, rows, answers), nprocs=1)
-    return answers.get()
-
-
-WAYS = [by_forkserver, by_pool, by_forked_loader, by_spawned_loader, by_mp_spawn]
+WAYS = [by_pool, by_forked_loader, by_spawned_loader]
 
 
 @pytest.mark.parametrize(
@@ -180,9 +124,6 @@ def test_worker_of_any_kind_computes_the_float32_values_of_the_model(way, level)
     assert torch.is_autocast_enabled("cpu") is (level in ("O1", "O4"))
 
 
-# Tracing
-
-
 class LeavesGelu(torch.fx.Tracer):
     def is_leaf_module(self, module, name):
         return isinstance(module, nn.GELU)
@@ -201,11 +142,6 @@ TRACES = {
     "a tracer of one's own": lambda model, x: torch.fx.GraphModule(model, LeavesGelu().trace(model))(x),
     "jit.trace": lambda model, x: torch.jit.trace(model, x, check_trace=False)(x),
 }
-
-
-def by_feature_extractor(model, x):
-    extraction = pytest.importorskip("torchvision.models.feature_extraction")
-    return extraction.create_feature_extractor(model, ["2"])(x)["2"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
@@ -243,9 +179,6 @@ def test_trace_of_weights_that_no_layer_holds_computes_and_learns_as_the_model(l
     assert (found.float() - want).norm() < 0.02 * want.norm()
     found.float().square().sum().backward()
     assert all((p.grad.float() - grad).norm() < 0.03 * grad.norm() for p, grad in zip(model.parameters(), gradients))
-
-
-# Parameters that are not plain
 
 
 class Coded(torch.Tensor):
@@ -325,16 +258,9 @@ def two_layers(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-@pytest.mark.parametrize(
-    "change, optimizer, dtype, keeps_gradients",
-    [
-        ("to", torch.optim.Adam, torch.float32, False),
-        ("to", ampkit.optimizers.FusedAdam, torch.bfloat16, True),
-        ("load", torch.optim.Adam, torch.bfloat16, False),
-        ("load", ampkit.optimizers.FusedAdam, torch.float32, True),
-        ("apply", torch.optim.Adam, torch.float32, True),
-    ],
-)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, ampkit.optimizers.FusedAdam])
+@pytest.mark.parametrize("dtype, keeps_gradients", [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("change", SWAPS)
 def test_torch_swaps_parameters_of_a_session(change, optimizer, dtype, keeps_gradients, level, swapping):
     exact = trained("fp32", optimizer, two_layers(dtype).float(), SWAPS[change], keeps_gradients)
     found = trained(level, optimizer, two_layers(dtype), SWAPS[change], keeps_gradients)
@@ -381,11 +307,6 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-class Masked(nn.Module):
-    def forward(self, weight):
-        return weight * torch.ones(14, 8).tril()
-
-
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -395,7 +316,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("make", [LowRank, Masked, Doubled])
+@pytest.mark.parametrize("make", [LowRank, Doubled])
 def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_with_a_remedy(make, level):
     model, _ = initialize_quietly(nn.Sequential(nn.Linear(8, 14), nn.Linear(14, 2)), sgd, level)
     with pytest.raises(ampkit.ConfigurationError, match="keep_fp32=") as caught:
@@ -407,16 +328,10 @@ def test_parametrization_that_makes_float32_of_a_stored_weight_is_refused_with_a
         parametrize.register_parametrization(nn.Linear(8, 14).bfloat16(), "weight", LowRank())
 
 
-# Words of errors
-
-
 MASKS = {
     "masked_fill": lambda scores: scores.masked_fill(scores > 0, -1e9),
-    "masked_fill_": lambda scores: scores.clone().masked_fill_(scores > 0, -1e10),
     "where": lambda scores: torch.where(scores > 0, scores, torch.tensor(-1e9)),
     "fill_": lambda scores: scores.clone().fill_(1e5),
-    "index_fill": lambda scores: scores.index_fill(0, torch.tensor([0]), 1e6),
-    "full_like": lambda scores: torch.full_like(scores, 1e5),
     "clamp": lambda scores: scores.clamp(min=-1e9),
     "pad": lambda scores: F.pad(scores, (1, 1), value=-1e9),
 }
@@ -446,24 +361,12 @@ def test_number_that_float16_does_not_have_is_spoken_of_but_in_where_which_knows
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
-def test_step_in_a_block_at_scale_one_is_the_step_behind_it(level):
-    def weights(is_inside):
-        model, optimizer = initialize_quietly(gelus(), sgd, level)
-        with ampkit.scale_loss(model(torch.ones(3, 6)).float().square().sum(), optimizer) as scaled:
-            scaled.backward()
-            if is_inside:
-                optimizer.step()
-        if not is_inside:
-            optimizer.step()
-        ampkit.close()
-        return [param.detach().clone() for param in model.parameters()]
-
-    found = weights(is_inside=True)
-    assert all(map(torch.equal, found, weights(is_inside=False)))
-    assert not any(map(torch.equal, found, gelus().parameters()))
-
-
-# Batched backward passes
+def test_a_step_in_a_block_at_scale_one_uses_its_gradient(level):
+    model, optimizer = one_weight(8.0, opt_level=level)
+    with ampkit.scale_loss(2.0 * model(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+    assert model.weight.item() == 6.0
 
 
 #: Derivatives of the sums of outputs, from a model, its output and its parameters.
@@ -502,17 +405,6 @@ def test_batched_backward_pass_through_a_norm_is_right_but_batch_norm_under_jacr
     assert (derivatives(model) - want).norm() < 0.03 * want.norm()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_vmap_over_a_backward_pass_through_batch_norm_is_refused_with_a_remedy(level):
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-    model, _ = initialize_quietly(net, sgd, level)
-    out, params = model(torch.randn(10, 5)).float().flatten(), list(model.parameters())
-    with pytest.raises(ampkit.ConfigurationError, match="keep_fp32"):
-        torch.vmap(lambda row: torch.autograd.grad(out, params, row, retain_graph=True))(torch.eye(10))
-
-
-# The end of a session inside of a block
-
 ENDS = {
     "close()": lambda model, optimizer: ampkit.close(),
     "session.close()": lambda model, optimizer: ampkit.current_session().close(),
@@ -541,13 +433,6 @@ def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, befo
         exact(torch.ones(3, 6)).square().sum().backward()
         for param, expected in zip(model.parameters(), exact.parameters()):
             assert (param.grad.float() - expected.grad).norm() < 0.03 * expected.grad.norm() + 1e-4
-    ampkit.close()
-    optimizer.zero_grad()
-    model(torch.ones(3, 6)).square().sum().backward()
-    twin = gelus()
-    twin.load_state_dict(model.state_dict())
-    twin(torch.ones(3, 6)).square().sum().backward()
-    assert all(torch.equal(param.grad, expected.grad) for param, expected in zip(model.parameters(), twin.parameters()))
 
 
 def test_a_region_of_another_thread_goes_on_after_a_backward_pass_in_which_the_session_closes():
@@ -560,10 +445,9 @@ def test_a_region_of_another_thread_goes_on_after_a_backward_pass_in_which_the_s
             y = x * 2
             y.register_hook(lambda _: ampkit.close())
             y.sum().backward()
-            return torch.is_autocast_enabled("cpu")
+            assert torch.is_autocast_enabled("cpu")
 
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        assert threads.submit(region_around).result()
+    in_threads(region_around)
 
 
 def test_the_optimizer_of_lightning_is_known_though_it_has_a_copy_of_the_attributes():

@@ -130,25 +130,11 @@ def test_disabled_takes_anything_without_a_word_and_does_not_pile_up(caplog):
         with ampkit.scale_loss("loss", 3) as scaled:
             assert scaled == "loss"
     model, optimizer = make_pair()
-    wrapped = Slotted(optimizer)
     for _ in range(5):
-        assert ampkit.initialize(model, wrapped, enabled=False) == (model, wrapped)
         ampkit.initialize(model, optimizer, enabled=False)
     assert len(live_sessions) == 1
     ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})  # of an enabled run
     assert not caplog.records and ampkit.state_dict() == {}
-
-
-class Slotted:
-    """A wrapper that allows no weak references, and says otherwise."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
 
 
 def test_disabled_ends_the_earlier_session_of_the_model():
@@ -173,8 +159,6 @@ WRONG_MODELS = {
     ),
     "in DistributedDataParallel": (in_ddp, ("wrapped in DistributedDataParallel", "before wrapping")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
-    "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
-    "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
     "none": (lambda: None, ("a model or a list", "found none")),
 }
 
@@ -197,19 +181,34 @@ def test_model_is_refused(case, level):
     assert same(before, snapshot(model, good, optimizer)) and around == process()
 
 
-def foreign_half_optimizer(model):
+def halves(model):
     return torch.optim.SGD([nn.Parameter(torch.ones(size, dtype=torch.float16)) for size in range(7, 40)], lr=0.1)
 
 
-WRONG_OPTIMIZERS = {
-    "twice": (lambda m, o: [o, o], ("optimizer (SGD)", "twice", "Pass it once")),
-    "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "initialize(models, optimizers)")),
-    "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "initialize(models, optimizers)")),
+#: Arguments of initialize, and what is said of them.
+WRONG_ARGUMENTS = {
+    "a model twice": (lambda m, o: dict(models=[m, m]), r"same model \(Sequential\) was passed twice.*Pass it once"),
+    "an optimizer twice": (lambda m, o: dict(optimizers=[o, o]), r"optimizer \(SGD\) was passed twice.*Pass it once"),
     "half of a stranger, whose first is named": (
-        lambda m, o: foreign_half_optimizer(m),
-        ("torch.float16", "shape (7,)", "none of the models", "parameters of the models"),
+        lambda m, o: dict(optimizers=halves(m)),
+        r"torch\.float16.*shape \(7,\).*none of the models.*parameters of the models",
     ),
+    "keep_fp32 of nothing": (lambda m, o: dict(keep_fp32=["hed*"]), r"'hed\*' matches no module"),
 }
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O5"))
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused_and_an_earlier_session_lives_on(case, level):
+    wrong, words = WRONG_ARGUMENTS[case]
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before, around = snapshot(model, optimizer), process()
+    with pytest.raises(ampkit.ConfigurationError, match=words):
+        settings = {"models": model, "optimizers": optimizer, "opt_level": level, **wrong(model, optimizer)}
+        ampkit.initialize(**settings, verbosity=0)
+    assert same(before, snapshot(model, optimizer)) and around == process()
+    iterate(lambda: model(torch.ones(1, 4)).sum(), optimizer)
 
 
 def test_fused_sgd_is_refused_where_it_does_not_step():
@@ -220,45 +219,6 @@ def test_fused_sgd_is_refused_where_it_does_not_step():
         refuses = (level, fused) == ("O3", True)
         with pytest.raises(ampkit.ConfigurationError, match=words) if refuses else contextlib.nullcontext():
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
-@pytest.mark.parametrize("level", ("O0", "O1", "O5"))
-@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
-def test_optimizer_is_refused(case, level):
-    make, words = WRONG_OPTIMIZERS[case]
-    model, optimizer = make_pair()
-    before, around = snapshot(model, optimizer), process()
-    with pytest.raises((ampkit.ConfigurationError, TypeError)) as caught:
-        ampkit.initialize(model, make(model, optimizer), opt_level=level, verbosity=0)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert same(before, snapshot(model, optimizer)) and around == process()
-
-
-def test_model_passed_twice_is_refused():
-    model, optimizer = make_pair()
-    with pytest.raises(ampkit.ConfigurationError, match=r"same model \(Sequential\) was passed twice.*Pass it once"):
-        ampkit.initialize([model, model], optimizer, verbosity=0)
-
-
-WRONG_SETTINGS = {
-    "digits for a letter": (dict(opt_level="01"), ("'01'", "'O0'", "'O5'", "letter O")),
-    "contradiction": (dict(opt_level="O1", master_weights=True), ("master_weights=True", "None at O1")),
-    "keeping what is not there": (dict(opt_level="O5", keep_fp32=["hed*"]), ("'hed*'", "no module", "named_modules")),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_SETTINGS)
-def test_setting_is_refused_and_an_earlier_session_lives_on(case):
-    settings, words = WRONG_SETTINGS[case]
-    model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    before, around = snapshot(model, optimizer), process()
-    with pytest.raises(ampkit.ConfigurationError) as caught:
-        ampkit.initialize(model, optimizer, verbosity=0, **settings)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert same(before, snapshot(model, optimizer)) and around == process()
-    with ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
 
 
 NOT_INITIALIZED, IN_ITS_PLACE = (
@@ -291,9 +251,6 @@ def test_scale_loss_says_what_it_expects(name):
 def test_scale_loss_is_refused_before_initialize():
     with pytest.raises(ampkit.NotInitializedError, match=r"before initialize.*Call model, optimizer"):
         ampkit.scale_loss(torch.ones(()), make_pair()[1]).__enter__()
-
-
-# A failure halfway
 
 
 class FailingOperations(TorchDispatchMode):
@@ -415,11 +372,11 @@ def test_optimizer_without_weak_references_leaves_no_session():
     [
         (lambda model, optimizer: (optimizer, model), "found a Adam"),
         (lambda model, optimizer: (model.parameters(), optimizer), "found a generator"),
-        (lambda model, optimizer: (nn.Linear, optimizer), "found a type"),
+        (lambda model, optimizer: ("resnet", optimizer), "found 'resnet'"),
         (lambda model, optimizer: ({"net": model}, optimizer), "found a dict"),
         (lambda model, optimizer: (model, model), "a Sequential has no .*step"),
         (lambda model, optimizer: (model, model.parameters()), "a generator has no "),
-        (lambda model, optimizer: (model, torch.optim.Adam), "a type has no "),
+        (lambda model, optimizer: (model, [optimizer, "adam"]), "'adam' has no param_groups"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, found):
@@ -509,10 +466,8 @@ def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, cap
     "level, dtype, make, is_told",
     [
         ("O3", torch.float16, torch.optim.Adam, True),
-        ("O3", torch.float16, torch.optim.RMSprop, True),
         ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-25), True),
         ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=2.0**-24), False),
-        ("O3", torch.float16, lambda params: torch.optim.Adam(params, eps=1e-4), False),
         ("O3", torch.float16, ampkit.optimizers.FusedAdam, False),
         ("O3", torch.bfloat16, torch.optim.Adam, False),
         ("O2", torch.float16, torch.optim.Adam, False),

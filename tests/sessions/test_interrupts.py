@@ -5,6 +5,7 @@ what is raised anywhere else the same batch does, bit for bit.
 """
 
 import ast
+import copy
 import functools
 import pathlib
 import sys
@@ -104,8 +105,8 @@ class Run:
 
     def checkpoint(self):
         return {
-            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
-            "optimizer": _copied(self.optimizer.state_dict()),
+            "model": copy.deepcopy(self.model.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "ampkit": ampkit.state_dict(),
         }
 
@@ -116,14 +117,6 @@ class Run:
 
     def values(self):
         return torch.cat([value.float().flatten() for value in self.model.state_dict().values()])
-
-
-def _copied(value):
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_copied(one) for one in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def interrupted_at_every(step: int, opt_level: str, optimizer: str):

@@ -1,18 +1,16 @@
 """Sessions: several at once, again and again, and what ends them (by close, by garbage collection, by the next initialize)."""
 
-import concurrent.futures
 import contextlib
 import copy
+import functools
 import gc
 import sys
 import threading
 import tracemalloc
-import warnings
-import weakref
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, iterate, net_with_norm, others_slow
+from helpers import STORED_BF16, assert_skips, at, backward, in_threads, iterate, net_with_norm, others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,9 +30,6 @@ def initialized_pair(level="O2", **settings):
 def shrink_output(model, optimizer, times=1, **flags):
     """Run iterations that bring the output for ones towards zero; returns the last loss."""
     return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
-
-
-# Several sessions at once
 
 
 def test_scalers_are_numbered_across_sessions():
@@ -110,7 +105,7 @@ def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
     assert "Was num_losses changed?" in caplog.text
 
 
-@pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", True, 0.0, None))
+@pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", False, 0.0, None))
 def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
     first, second = initialized_pair("O1", num_losses=1), initialized_pair("O1", num_losses=4)
     with pytest.raises(ampkit.LossIdError) as caught:
@@ -122,7 +117,7 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
 
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O1"), ("O0", "O5")])
 def test_optimizers_of_two_sessions_share_a_loss(levels):
-    """The loss scale of a shared loss is that of the first optimizer's session; gradients are those of float32, in each session."""
+    """The loss scale is that of the first optimizer's session; gradients are those of float32, in each session."""
     models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)]
     plain = copy.deepcopy(models)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
@@ -137,19 +132,14 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         assert torch.equal(scaled, 8 * loss)
         scaled.backward()
     loss_of(*plain, torch.ones(2, 4)).backward()
-    for model, optimizer, reference in zip(models, optimizers, plain):
+    for optimizer, reference in zip(optimizers, plain):
         (param,) = ampkit.master_params(optimizer)
         assert torch.allclose(param.grad, reference.weight.grad, rtol=2e-2, atol=1e-3)
         optimizer.step()
-        expected = reference.weight - 0.25 * reference.weight.grad
-        assert torch.allclose(model.weight.float(), expected, rtol=2e-2, atol=1e-2)
     assert unskipped() == [1, 0]
     backward(loss_of(*models, torch.full((2, 4), float("inf"))), optimizers)
-    before = [model.weight.detach().clone() for model in models]
-    for optimizer in optimizers:
-        optimizer.step()
-        assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
+    for model, optimizer in zip(models, optimizers):
+        assert_skips(model, optimizer)
     # An overflow in gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
     for value, clean in ((1.0, 1), (float("inf"), 0)):
         for optimizer in optimizers:
@@ -176,8 +166,8 @@ def test_a_loss_is_not_shared_with_a_disabled_session():
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_threads_initialize_and_train_as_alone(where):
-    """Train in four threads at once, at levels of their own: the same weights, bit for bit."""
+def test_threads_initialize_and_train_as_alone(where, caplog):
+    """Train in four threads at once, at levels of their own: the same weights, bit for bit, and not a word."""
     levels = ("O1", "O2", "O4", "O5")
 
     def train(level, pair, initializes=True):
@@ -202,40 +192,34 @@ def test_threads_initialize_and_train_as_alone(where):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            list(threads.map(work, levels, pairs))
+        in_threads(*(functools.partial(work, *each) for each in zip(levels, pairs)))
     finally:
         sys.setswitchinterval(interval)
     for level, values in zip(levels, alone):
         assert all(map(torch.equal, trained[level], values)), level
-
-
-def in_a_thread(work):
-    """Run ``work`` in a thread of its own; returns the exception that it raises, or None."""
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        return threads.submit(work).exception()
+    assert caplog.text == ""
 
 
 def train_while(pair, meanwhile):
-    """Run an iteration at O2, with something else in the midst of its block."""
+    """Run an iteration at O2, with something else in another thread in the midst of its block."""
     loss = pair[0](torch.ones(2, 4)).float().square().mean()
     with ampkit.scale_loss(loss, pair[1]) as scaled:
         scaled.backward()
-        meanwhile()
+        in_threads(meanwhile)
     pair[1].step()
 
 
 def test_blocks_of_two_threads_are_open_at_once_beside_what_a_third_has_trained():
-    pair, errors = initialized_pair(), []
-    errors.append(in_a_thread(lambda: shrink_output(*initialized_pair())))
-    train_while(pair, lambda: errors.append(in_a_thread(lambda: shrink_output(*initialized_pair()))))
-    assert errors == [None, None] and not ampkit.step_was_skipped(pair[1])
+    pair = initialized_pair()
+    in_threads(lambda: shrink_output(*initialized_pair()))
+    train_while(pair, lambda: shrink_output(*initialized_pair()))
+    assert not ampkit.step_was_skipped(pair[1])
 
 
 def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
     """Two threads at once at one ``.grad`` corrupt torch's heap."""
     model, optimizer = initialized_pair()
-    assert in_a_thread(lambda: shrink_output(model, optimizer)) is None
+    in_threads(lambda: shrink_output(model, optimizer))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     kept, seen = model[0].weight.grad, []
     train_while(initialized_pair(), lambda: seen.append(model[0].weight.grad))
@@ -245,87 +229,38 @@ def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
 def test_a_thread_is_told_to_initialize_what_it_trains_itself():
     """Blocks of the thread that has initialized would otherwise touch gradients while another thread computes them."""
     pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
-    refused = []
-    train_while(pairs[0], lambda: refused.append(in_a_thread(lambda: shrink_output(*pairs[1]))))
-    assert isinstance(refused[0], ampkit.ConfigurationError) and "each calls initialize()" in str(refused[0])
+    with pytest.raises(ampkit.ConfigurationError, match=r"each calls initialize\(\)"):
+        train_while(pairs[0], lambda: shrink_output(*pairs[1]))
     shrink_output(*pairs[0])
-
-
-def test_two_sessions_of_one_thread_are_trained_in_two():
-    pairs, alone = [initialized_pair(), initialized_pair()], initialized_pair()
-    for pair in pairs:
-        pair[0].load_state_dict(alone[0].state_dict())
-    errors = []
-    train_while(pairs[0], lambda: errors.append(in_a_thread(lambda: train_while(pairs[1], lambda: None))))
-    train_while(alone, lambda: None)
-    assert errors == [None]
-    for model, _ in pairs:
-        assert all(map(torch.equal, model.state_dict().values(), alone[0].state_dict().values()))
-
-
-def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread():
-    """The generator's gradients come through the critic's block: they are unscaled as in the thread that has initialized."""
-    results = []
-    for run in (in_a_thread, lambda work: work()):
-        torch.manual_seed(5)
-        generator, critic = initialized_pair(), initialized_pair()
-
-        def train(generator=generator, critic=critic):
-            loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
-            with ampkit.scale_loss(loss, critic[1]) as scaled:
-                scaled.backward()
-            results.append([param.grad.float() for pair in (critic, generator) for param in pair[0].parameters()])
-            critic[1].step()
-            generator[1].step()
-
-        assert run(train) is None
-        results[-1] += [value.clone() for pair in (critic, generator) for value in pair[0].state_dict().values()]
-        ampkit.close()
-    assert all(map(torch.equal, *results)) and max(value.abs().max().item() for value in results[0]) < 100.0
 
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
     """Also while that thread is still in initialize, when no optimizer is known to be its own yet."""
-    other, seen = nn.Linear(2, 2), []
-    has_begun, may_end = threading.Event(), threading.Event()
+    other, barrier = nn.Linear(2, 2), threading.Barrier(2, timeout=60)
 
     def beside():
         ampkit.initialize(other, opt_level="O1", verbosity=0)
         other.weight.grad = torch.ones(2, 2)
-        has_begun.set()
-        may_end.wait(60)
+        barrier.wait()
+        barrier.wait()
 
-    thread = threading.Thread(target=beside)
-    thread.start()
-    assert has_begun.wait(60)
-    try:
+    def train():
+        barrier.wait()
+        seen = []
         train_while(initialized_pair("O1"), lambda: seen.append(other.weight.grad))
         assert seen[0] is other.weight.grad is not None and other.weight.grad.eq(1).all()
-    finally:
-        may_end.set()
-        thread.join()
+        barrier.wait()
+
+    in_threads(beside, train)
 
 
 def test_forward_of_another_level_runs_uncast():
-    seen = []
-
-    class Probe(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-        def forward(self, x):
-            seen.append(torch.mm(x, x.float()).dtype if x.dtype is torch.float32 else x.dtype)
-            return F.linear(x, self.weight)
-
-    plain, lower, patched = Probe(), Probe(), Probe()
-    ampkit.initialize(plain, opt_level="O0", verbosity=0)
-    ampkit.initialize(lower, opt_level="O5", verbosity=0)
-    ampkit.initialize(patched, opt_level="O1", verbosity=0)
-    for model in (plain, lower, patched):
-        model(torch.ones(2, 2))
-    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    models, x = {level: nn.Linear(2, 2) for level in ("O0", "O5", "O1")}, torch.ones(2, 2)
+    for level, model in models.items():
+        ampkit.initialize(model, opt_level=level, verbosity=0)
+    dtypes = [model(x).dtype for model in models.values()]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert torch.mm(x, x).dtype is torch.bfloat16
 
 
 def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
@@ -345,9 +280,6 @@ def test_patches_stay_until_the_last_session_at_o1_closes():
     assert torch.mm is not plain and second[0](torch.ones(1, 4)).dtype is torch.bfloat16
     live_sessions[0].close()
     assert torch.mm is plain
-
-
-# Again and again
 
 
 def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1():
@@ -426,18 +358,6 @@ def test_second_initialize_of_half_the_things_closes_the_whole_session():
         shrink_output(*second)
 
 
-def test_model_made_half_after_initialize_comes_in_half_to_the_next():
-    model, optimizer = initialized_pair("O1")
-    model.half()
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    ampkit.close()
-    assert {p.dtype for p in model.parameters()} == {torch.float16}
-
-
-# Dying
-
-
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
 def test_session_dies_with_its_models_and_optimizers(level):
     plain = torch.mm
@@ -456,9 +376,6 @@ def test_session_of_a_dead_model_is_no_obstacle_to_the_next():
         model, _ = initialized_pair("O1", patch_torch_functions_type=dtype)
         model.itself = [model]  # a cycle: only the collector can free it
         del model, _
-
-
-# with ampkit.session
 
 
 def test_session_closes_at_the_end_of_its_block():
@@ -483,9 +400,6 @@ def test_session_closes_once_however_its_block_ends(leaves):
         ampkit.close()
     assert ampkit.current_session() is None
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-# Wrappers on the optimizer, and dtypes and devices that others change
 
 
 def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
@@ -527,32 +441,12 @@ def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part):
         model(torch.ones(1, 4))
 
 
-def test_to_the_same_device_keeps_masters_and_casts():
-    model, optimizer = initialized_pair()
-    masters = list(ampkit.master_params(optimizer))
-    assert model.to("cpu") is model
-    shrink_output(model, optimizer)
-    assert all(x is y for x, y in zip(masters, ampkit.master_params(optimizer)))
-    assert {p.device.type for p in masters} == {"cpu"}
-
-
 @pytest.mark.cuda
 def test_to_another_device_takes_masters_along():
     model, optimizer = initialized_pair(STORED_BF16)
     shrink_output(model, optimizer)
     model.cuda()
     assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}
-
-
-def test_scheduler_made_after_each_initialize_warns_of_nothing():
-    pair = make_pair()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            ampkit.initialize(*pair, opt_level="O2", verbosity=0)
-            scheduler = torch.optim.lr_scheduler.StepLR(pair[1], 1)
-            shrink_output(*pair)
-            scheduler.step()
 
 
 class Plain:
@@ -572,24 +466,6 @@ def test_a_copy_of_an_optimizer_was_not_initialized():
     model, optimizer = ampkit.initialize(model, Plain(model.parameters()), opt_level="O1", verbosity=0)
     with pytest.raises(ampkit.NotInitializedError, match="not passed to initialize"):
         ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
-
-
-# Objects that outlive their model
-
-
-@pytest.mark.parametrize("reads", (0, 1, 3), ids="{} reads of master_params".format)
-def test_a_model_that_is_gone_leaves_no_memory(reads):
-    """Float32 parameters that were made and dropped keep nothing alive, without a forward or a step after them."""
-    gone = []
-    for _ in range(3):
-        model, optimizer = initialized_pair(STORED_BF16)
-        shrink_output(model, optimizer, times=2)
-        for _ in range(reads):
-            sum(param.norm() for param in ampkit.master_params(optimizer))
-        gone.append(weakref.ref(model[0].weight))
-        del model, optimizer
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
 
 
 @pytest.mark.parametrize("is_taken_out", (True, False))
