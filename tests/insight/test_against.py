@@ -138,20 +138,3 @@ def test_running_statistics_are_put_back_and_random_numbers_are_shared():
 def test_another_precision_is_refused():
     with pytest.raises(ValueError, match="against='fp64' is not accepted: expected 'fp32'"):
         ampkit.diagnose(lambda: None, against="fp64")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["sparse", "nested"])
-def test_layouts_that_few_operators_take_are_compared_too(layout):
-    """A product in bfloat16, whose result is rounded once: by at most 2**-8, and its square by twice that."""
-    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(1, 8).bfloat16().requires_grad_()
-
-    def iteration():
-        if layout == "sparse":
-            out = F.linear((torch.eye(4).to_sparse_csr() @ x.float()).bfloat16(), weight)
-        else:
-            out = F.linear(torch.nested.as_nested_tensor([x, x[:2]]), weight).to_padded_tensor(0.0)
-        out.float().square().mean().backward()
-
-    report = ampkit.diagnose(iteration, against="fp32")
-    assert 0 < report.loss < 2.0**-7 and 0 < report.gradient < 2.0**-6 and not report.rows
