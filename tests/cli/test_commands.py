@@ -3,10 +3,9 @@
 import importlib
 import shlex
 import sys
-import tomllib
 
 import pytest
-from helpers import ROOT, python
+from helpers import python
 
 from ampkit import __main__ as command_line
 from ampkit.__main__ import COMMANDS, main
@@ -24,12 +23,6 @@ def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
         main(["inform"])
     assert exited.value.code == 2
     assert "invalid choice: 'inform'" in capsys.readouterr().err
-
-
-def test_the_install_makes_a_command_of_it():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    module, _, name = project["scripts"]["ampkit"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main
 
 
 @pytest.mark.parametrize("command", COMMANDS)
