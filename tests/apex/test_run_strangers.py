@@ -18,7 +18,6 @@ DECISIONS = {
     "is_cuda of a parameter": "found = next(torch.nn.Linear(2, 2).cuda().parameters()).is_cuda",
     "a device's type": "found = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu').type == 'cuda'",
     "a tensor's device": "x = torch.ones(2).cuda(); found = x.device.type == 'cuda' and x.device == torch.device('cuda:0')",
-    "a device handed on": "x = torch.ones(2).cuda(); found = (torch.arange(2, device=x.device) + x).sum().item() == 3",
     "a device in a hook": (
         "d = torch.device('cuda'); x = torch.ones(2, requires_grad=True); mask = torch.zeros(2)\n"
         "x.register_hook(lambda g: g * mask.to(d)); (x * 2).sum().backward(); found = x.grad.tolist() == [0, 0]"
@@ -118,10 +117,7 @@ UNUSED = {
     "called": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), verbosity=0)", False),
     "called with enabled=False": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), enabled=False)", False),
     "the first interface": ("from apex import amp\nhandle = amp.init()", False),
-    "the first interface, its handle dropped": ("from apex import amp\namp.init()", False),
-    "the first interface, ended": ("from apex import amp\namp.init()._deactivate()", False),
     "the first interface with enabled=False": ("from apex import amp\namp.init(enabled=False)", False),
-    "another part": ("from apex.normalization import FusedLayerNorm", False),
     "no apex": ("", False),
 }
 
@@ -147,12 +143,9 @@ OBSERVED = {
     "a plain import": ("from apex import amp; found = True", True),
     "one that says what to install": (WITHOUT_FALLBACK.format("raise ImportError('install apex')"), True),
     "one that exits": (WITHOUT_FALLBACK.format("import sys; sys.exit('install apex')"), True),
-    "one that quits": (WITHOUT_FALLBACK.format("print('install apex'); exit(1)"), True),
     "a part": ("from apex.optimizers import FusedAdam as found", True),
     "amp_C": ("import amp_C as found", True),
     "with a fallback": (FALLBACK.format("ImportError"), False),
-    "any fallback": (FALLBACK.format("Exception"), False),
-    "one of several": (FALLBACK.format("(ModuleNotFoundError, AttributeError)"), False),
     "a look": (FIND, False),
     "a look beside an import": ("from apex import amp\n" + FIND, False),
     "a library": (TRY_LIBRARY, False),

@@ -46,9 +46,6 @@ class NoAmp:
     def disable_casts(self):
         return torch.autocast("cpu", enabled=False)
 
-    def float_function(self, function):
-        return function
-
     def register_float_function(self, module, name):
         pass
 
@@ -77,30 +74,6 @@ def step(amp, loss, optimizer, clip=None):
         clip_grad_norm_(amp.master_params(optimizer), clip)
     optimizer.step()
     return loss.item()
-
-
-# Models that are initialized again.
-
-
-@script
-def unfrozen_layers(amp, level):
-    """Scripts that fine-tune train a head, unfreeze the layers below, and initialize the same model with another optimizer."""
-    # NVIDIA/apex, issue 643
-
-    def optimizer_of(model):
-        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9, nesterov=True)
-
-    net = classifier(3)
-    net[0].requires_grad_(False)
-    net, optimizer = amp.initialize(net, optimizer_of(net), opt_level=level, **SETTINGS)
-    losses = []
-    for index in range(30):
-        if index == 10:
-            net.requires_grad_(True)
-            net, optimizer = amp.initialize(net, optimizer_of(net), opt_level=level, **SETTINGS)
-        x, y = images(16)
-        losses.append(step(amp, F.cross_entropy(net(x), y), optimizer))
-    return losses
 
 
 # Gradients of gradients.
@@ -194,7 +167,7 @@ def parts_of_a_detector(amp, level):
     return losses
 
 
-# Losses, and functions of one's own.
+# Losses.
 
 
 @script
@@ -254,62 +227,6 @@ def tasks_with_scalers_of_their_own(amp, level):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(sum(both.values()) / len(both))
-    return losses
-
-
-@script
-def windows_of_ones_own(amp, level):
-    """Layers with kernels of their own decorate the forward and the backward pass of an autograd function as float functions."""
-    # lioutasb/TaLKConvolutions
-
-    class Windows(torch.autograd.Function):
-        """Means over the last steps, as many as ``reach`` says, by a cumulative sum."""
-
-        @staticmethod
-        @amp.float_function
-        def forward(ctx, x, reach, longest):
-            assert level != "O1" or x.dtype is reach.dtype is torch.float32
-            totals = F.pad(x.float().cumsum(1), (0, 0, 1, 0))
-            ends = torch.arange(1.0, x.size(1) + 1).view(1, -1, 1)
-            starts = (ends - 1 - reach * longest).clamp(min=0)
-            low = starts.floor().long()
-            share = starts - low
-            ctx.save_for_backward(x, low, share)
-            ctx.longest = longest
-            below, above = (totals.gather(1, i.expand_as(x)) for i in (low, low + 1))
-            return (totals[:, 1:] - below * (1 - share) - above * share) / (longest + 1)
-
-        @staticmethod
-        @amp.float_function
-        def backward(ctx, grad):
-            x, low, share = ctx.saved_tensors
-            assert level != "O1" or grad.dtype is torch.float32
-            grad = grad.contiguous().float() / (ctx.longest + 1)
-            of_totals = F.pad(grad, (0, 0, 1, 0))
-            of_totals = of_totals.scatter_add(1, low.expand_as(x), -grad * (1 - share))
-            of_totals = of_totals.scatter_add(1, (low + 1).expand_as(x), -grad * share)
-            of_x = of_totals.flip(1).cumsum(1).flip(1)[:, 1:]
-            step = x.float().gather(1, low.expand_as(x))
-            of_reach = (grad * step).sum(-1, keepdim=True) * ctx.longest * (low + share > 0)
-            return of_x.to(x.dtype), of_reach.to(x.dtype), None
-
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inward, self.reach, self.out = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 4)
-
-        def forward(self, x):
-            x = self.inward(x)
-            return self.out(Windows.apply(x, torch.sigmoid(self.reach(x)), 3))
-
-    model = Layers()
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SETTINGS)
-    losses = []
-    for _ in range(30):
-        x = torch.randn(8, 10, 4)
-        loss = F.mse_loss(model(x), (F.pad(x, (0, 0, 2, 0))[:, :-2] + x) / 2)
-        losses.append(step(amp, loss, optimizer))
     return losses
 
 
