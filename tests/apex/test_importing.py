@@ -6,12 +6,11 @@ import importlib.metadata
 import importlib.util
 import logging
 import pickle
-import subprocess
 import sys
 
 import pytest
 from ampkit.apex.fp16_utils import DynamicLossScaler
-from helpers import ROOT
+from helpers import python
 
 import ampkit.apex
 from ampkit.apex import importing
@@ -255,6 +254,5 @@ def test_a_loss_scaler_that_was_pickled_before_goes_on(module):
 
 
 def test_a_pickle_loads_in_a_process_that_has_imported_nothing_of_ours():
-    code = f"import pickle; print(pickle.loads({PICKLED!r}).cur_scale)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", f"import pickle; print(pickle.loads({PICKLED!r}).cur_scale)")
     assert done.stdout == "128.0\n", done.stderr

@@ -5,14 +5,13 @@ import importlib.util
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import types
 import warnings
 
 import pytest
 import torch
-from helpers import ROOT, others_slow
+from helpers import ROOT, others_slow, python
 
 import ampkit.apex
 from ampkit.__main__ import AROUND_SCRIPTS
@@ -24,15 +23,8 @@ SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 RUN = ("-m", "ampkit", "run")
 
 
-def ended(*arguments, cwd=None, **environment):
-    """Run Python with these arguments; returns the ended process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=environment)
-
-
 def execute(*arguments, before=(), **settings):
-    done = ended(*before, *RUN, *arguments, **settings)
+    done = python(*before, *RUN, *arguments, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -81,8 +73,8 @@ def test_two_processes(launcher, tmp_path):
 def test_exit_codes_and_errors_are_the_scripts(tmp_path):
     script = tmp_path / "leave.py"
     script.write_text("import sys\nfrom apex import amp\nsys.exit(7)\n")
-    assert ended(*RUN, script).returncode == 7
-    missing = ended(*RUN, "nowhere.py")
+    assert python(*RUN, script).returncode == 7
+    missing = python(*RUN, "nowhere.py")
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr
 
 
@@ -99,7 +91,7 @@ BROKEN = {
 @pytest.mark.parametrize("script", others_slow("raises", of=BROKEN))
 def test_tracebacks_are_those_of_plain_python(script, tmp_path):
     (tmp_path / "script.py").write_text(BROKEN[script])
-    plain, ours = ended("script.py", cwd=tmp_path), ended(*RUN, "script.py", cwd=tmp_path)
+    plain, ours = python("script.py", cwd=tmp_path), python(*RUN, "script.py", cwd=tmp_path)
     assert plain.returncode == ours.returncode == 1
     assert plain.stderr and ours.stderr == plain.stderr
 
@@ -108,7 +100,7 @@ def test_tracebacks_are_those_of_plain_python(script, tmp_path):
 def test_tracebacks_of_modules_begin_in_the_module(tmp_path):
     (tmp_path / "tool.py").write_text("raise KeyError('x')\n")
     for name in ("tool", "nowhere"):
-        done = ended(*RUN, "-m", name, cwd=tmp_path)
+        done = python(*RUN, "-m", name, cwd=tmp_path)
         assert done.returncode == 1 and "ampkit/" not in done.stderr and "importlib" not in done.stderr, done.stderr
     assert done.stderr.startswith("ModuleNotFoundError: No module named 'nowhere'")
 
@@ -264,7 +256,8 @@ model = nn.Linear(2, 2).to(device="cuda", dtype=torch.float64); assert model.wei
 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 start.record(); time.sleep(0.01); end.record(); torch.cuda.synchronize(); assert start.elapsed_time(end) > 5
 print(torch.cuda.memory_allocated(), torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.cuda.current_device())
-with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()): pass
+with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()): x.record_stream(torch.cuda.current_stream())
+torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
 assert torch.zeros(1, device=torch.cuda.Stream().device).item() == 0
 torch.cuda.nvtx.range_push("x"); torch.cuda.nvtx.range_pop()
 g = torch.Generator(device="cuda"); g.manual_seed(1); torch.randn(2, generator=g, device="cuda")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from helpers import others_slow
-from test_run import RUN, ended, run
+from helpers import others_slow, python
+from test_run import RUN, run
 from torch import nn
 
 import ampkit.apex
@@ -252,7 +252,7 @@ def test_children_end_without_a_traceback(case, tmp_path):
         "    print('worked', type(model(torch.ones(1, 3).cuda()).item()).__name__, flush=True)\n"
         f"if __name__ == '__main__':\n    {CHILDREN[case]}\n    print('joined')\n"
     )
-    done = ended(*RUN, "--device", "cpu", script)
+    done = python(*RUN, "--device", "cpu", script)
     assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["worked float", "joined"], done.stdout + done.stderr
     assert not any(word in done.stderr for word in ("Traceback", "Exception ignored", "Error")), done.stderr
 
@@ -277,7 +277,7 @@ if __name__ == "__main__": torch.multiprocessing.spawn(main, nprocs=2)
 @pytest.mark.slow
 def test_torchs_synchronised_batch_norm_trains_under_ddp(tmp_path):
     (tmp_path / "script.py").write_text(ON_TWO_RANKS.replace("FOLDER", str(tmp_path)))
-    done = ended(*RUN, "--device", "cpu", tmp_path / "script.py")
+    done = python(*RUN, "--device", "cpu", tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3))

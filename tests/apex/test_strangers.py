@@ -126,47 +126,6 @@ def gradient_alignment(amp, level):
     return losses
 
 
-# Parts of models.
-
-
-@script
-def parts_of_a_detector(amp, level):
-    """Scripts name the encoder and the decoder of a larger model, whose other layers stay as they are, and call methods of the
-    whole.
-    """
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-            self.bridge = nn.Parameter(torch.eye(8) + 0.1 * drawn(8, 8))
-            self.decoder = nn.ModuleDict({"mask": nn.Conv2d(8, 1, 3, padding=1), "box": nn.Conv2d(8, 4, 1)})
-            self.norm = nn.GroupNorm(2, 8)
-
-        def features(self, x):
-            return self.norm(torch.einsum("bchw,cd->bdhw", self.encoder(x), self.bridge))
-
-        def predict(self, x):
-            x = self.features(x)
-            return {name: head(x) for name, head in self.decoder.items()}
-
-    model = Whole()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts, optimizer = amp.initialize(
-        [model.encoder, *model.decoder.values()], optimizer, opt_level=level, keep_batchnorm_fp32=None, **SETTINGS
-    )
-    assert parts[0] is model.encoder
-    losses = []
-    for _ in range(30):
-        x = torch.randn(4, 3, 6, 6)
-        mask = (x.sum(1, keepdim=True) > 0).float()
-        box = torch.cat([x.amax(1, keepdim=True), x], 1)
-        found = model.predict(x)
-        loss = F.binary_cross_entropy_with_logits(found["mask"], mask) + F.smooth_l1_loss(found["box"], box)
-        losses.append(step(amp, loss, optimizer, clip=0.5))
-    return losses
-
-
 # Losses.
 
 
