@@ -2,10 +2,8 @@
 
 import functools
 import json
-import pickle
 import runpy
 
-import numpy as np
 import pytest
 import torch
 from helpers import ROOT, others_slow, python
@@ -85,14 +83,6 @@ def test_a_contender_learns_something_small(name, tmp_path):
         assert row["inference bytes"] < 0.75 * weights + 2 * 256 * 64 * 4
 
 
-def test_the_table_compares_with_float32():
-    base = dict.fromkeys(("loss", "seconds", "bytes", "inference seconds", "inference bytes"), 2.0)
-    results = {"float32": base, "O2": {**base, "seconds": 1.0, "bytes": 3.0}}
-    lines = names_of("quantized_sine/quantized_sine.py")["table"](results).splitlines()
-    assert lines[-2].split() == ["ampkit", "O2", "-50.0%", "+50.0%", "+0.0%", "+0.0%"]
-    assert lines[-1].split()[-4:] == ["-46.4%", "-49.8%", "-32.2%", "-49.8%"]  # AMD's, 2024
-
-
 # Profile: own times and dtypes from a trace written by hand
 
 
@@ -157,21 +147,6 @@ def test_a_difference_after_resuming_is_noticed(cifar10, tmp_path, monkeypatch):
     arguments = ["--check-resume", "--iters", "2", "--batch-size", "2", "--save", str(tmp_path / "cifar10.pt")]
     with pytest.raises(AssertionError):
         cifar10["main"](arguments)
-
-
-def test_the_files_of_cifar10_are_read(cifar10, tmp_path, monkeypatch):
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)  # each image red, green, blue, by rows
-    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [3, 7]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr(cifar10["torchvision"].datasets.CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    images, labels, judged, truth = cifar10["load_images"](cifar10["parse_args"](["--data", str(tmp_path)]))
-    assert images.shape == (10, 3, 32, 32) and judged.shape == (2, 3, 32, 32)
-    assert labels.tolist() == [3, 7] * 5 and truth.tolist() == [3, 7]
-    assert torch.equal(judged.flatten(1), torch.tensor(pixels).float() / 128 - 1)
 
 
 def test_a_batch_that_is_no_multiple_of_8_is_noted(cifar10, capsys, tmp_path, monkeypatch):

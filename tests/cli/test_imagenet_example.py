@@ -127,23 +127,6 @@ def test_local_rank_comes_from_the_launcher_in_each_spelling(example, monkeypatc
     assert parse_args([]).local_rank == 3
 
 
-def test_order_covers_each_sample_once_over_all_ranks_and_continues_in_mid_epoch(example):
-    data = example["data"]
-    for samples, world_size in ((23, 1), (23, 2), (6, 2)):
-        ranks = [data.TrainOrder(samples, 4, rank, world_size, seed=0) for rank in range(world_size)]
-        keys = [key for order in ranks for batch in order for key in batch]
-        assert len(keys) == len(set(keys)) == ranks[0].global_batch * ranks[0].batches_per_epoch
-        orders = [data.val_order(samples, 4, rank, world_size) for rank in range(world_size)]
-        assert sorted(key for order in orders for batch in order for key in batch) == [(0, i) for i in range(samples)]
-    order = data.TrainOrder(50, 8, rank=1, world_size=2, seed=3)
-    epochs = []
-    for epoch, first in ((4, 0), (4, 2), (5, 0)):
-        order.begin(epoch=epoch, first=first, stop=3)
-        epochs.append(list(order))
-    assert epochs[1] == epochs[0][2:]
-    assert epochs[2][0] != [(5, index) for _, index in epochs[0][0]]
-
-
 # SqueezeNet has dropout, so it needs its random numbers back too.
 RESUMED = {"O0": "resnet18", "O1": "squeezenet1_1", "O2": "resnet18"}
 
@@ -219,22 +202,6 @@ def test_evaluate_repeats_the_validation_of_the_checkpoint(train, tmp_path):
     compared = "phase epoch iteration loss top1 top5 loss_scale skipped".split()
     assert [{key: row[key] for key in compared} for row in evaluated] == [{key: trained[-1][key] for key in compared}]
     assert (tmp_path / "trained" / "checkpoint.pth.tar").read_bytes() == saved
-
-
-def test_checkpoint_interrupted_while_writing_leaves_the_previous_one(example, tmp_path, monkeypatch):
-    checkpoint = example["checkpoint"]
-    state = dict.fromkeys(checkpoint.KEYS, 1)
-    checkpoint.save(state, tmp_path, is_best=True)
-
-    def write_half(state, path):
-        Path(path).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", write_half)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(state | {"iteration": 2}, tmp_path, is_best=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pth.tar", "model_best.pth.tar"]
-    assert checkpoint.load(tmp_path / "checkpoint.pth.tar") == state
 
 
 def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
