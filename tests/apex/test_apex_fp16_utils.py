@@ -59,15 +59,6 @@ def test_conversions_keep_affine_batch_norms(name):
     assert name != "network_to_half" or isinstance(converted[0], fp16_utils.tofp16)
 
 
-def test_weights_of_recurrent_layers_are_one_chunk_again_after_their_cast(monkeypatch):
-    flattened = []
-    lstm = nn.LSTM(2, 2)
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: flattened.append(layer.weight_hh_l0.dtype))
-    fp16_utils.convert_network(nn.Sequential(lstm, nn.Linear(2, 2)), HALF)
-    assert flattened == [HALF]
-    assert lstm(torch.randn(1, 1, 2).half())[0].dtype is HALF
-
-
 def test_convert_module_leaves_children_alone():
     net = nn.Sequential(nn.Linear(1, 1))
     net.own = nn.Parameter(torch.ones(1))

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -237,18 +238,6 @@ def test_what_other_jobs_take_is_no_time_of_an_operator(wait):
     assert "is_kept_waiting" in str(record) and record.seconds < 0.2
 
 
-def test_a_copy_inside_of_a_product_is_a_part_of_it():
-    q, k = (
-        torch.randn(2, 10, 3, 8).transpose(1, 2),
-        torch.randn(2, 10, 3, 8).transpose(1, 2),
-    )  # copied for the batched product
-    (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
-    assert (row.function, row.calls, row.flops) == ("matmul", 1, 2 * 2 * 3 * 10 * 10 * 8)
-    with torch.autocast("cpu", BF16):
-        (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
-    assert (row.calls, row.casts, row.bytes_cast) == (1, 2, 2 * (q.numel() + k.numel()))
-
-
 def test_an_lstm_counts_the_products_of_all_its_steps():
     lstm, x = nn.LSTM(16, 8, batch_first=True), torch.randn(2, 5, 16)
     record = recorded(lambda: lstm(x)[0].sum().backward())
@@ -431,34 +420,13 @@ def test_an_exception_inside_goes_on_and_leaves_torch_as_it_was():
 
 
 def test_a_recording_inside_of_another_is_refused_in_every_thread():
-    errors = []
-
-    def in_a_thread():
-        try:
-            recorded(lambda: None)
-        except ConfigurationError as error:
-            errors.append(error)
-
     with ampkit.recording():
+        with ThreadPoolExecutor() as pool:
+            error = pool.submit(recorded, lambda: None).exception()
         with pytest.raises(ConfigurationError, match="while another recording runs"):
             recorded(lambda: None)
-        thread = threading.Thread(target=in_a_thread)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
-    recorded(in_a_thread)  # and the refusal has ended nothing
-
-
-def test_another_thread_is_not_recorded():
-    x = torch.randn(4, 8)
-    thread = threading.Thread(target=lambda: nn.Linear(8, 8)(x))
-
-    def iteration():
-        thread.start()
-        thread.join()
-        x @ x.t()
-
-    assert [row.function for row in recorded(iteration).calls] == ["matmul"]
+    assert isinstance(error, ConfigurationError)
+    recorded(lambda: None)  # and the refusal has ended nothing
 
 
 def test_results_are_those_without_a_recording():

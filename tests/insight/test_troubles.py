@@ -43,6 +43,7 @@ ROWS = {
             "a frozen teacher in bfloat16",
             "a row divided by a small deviation",
             "an optimizer over another model",
+            "a head that is newer than the optimizer",
             "a layer in a list",
             "positions in float64",
             "no lower precision at all",

@@ -84,18 +84,6 @@ def test_a_way_that_fails_says_why_and_ends_nothing(failing):
     assert "failed: O1 bfloat16: RuntimeError: not at O1" in printed and max(map(len, printed.splitlines())) <= WIDTH
 
 
-def test_losses_of_several_batches_are_those_of_plain_training(failing):
-    model, optimizer, batches, loss_fn = tuned.failing()
-    losses = []
-    for inputs, targets in batches * 2:
-        optimizer.zero_grad()
-        loss = loss_fn(model(**inputs) if isinstance(inputs, dict) else model(*inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert failing.rows["float32"].losses == pytest.approx(losses, rel=1e-5)
-
-
 def test_a_factory_that_fails_is_told_of_with_its_traceback():
     with pytest.raises(RuntimeError, match="float32 training failed: OSError: no such data") as raised:
         ampkit.tune(tuned.broken, seconds=1)
