@@ -1,5 +1,6 @@
 """Training through ``apex.amp``: gradients and weights against plain float32 torch, over levels, losses and overflows."""
 
+import copy
 import gc
 import itertools
 import weakref
@@ -315,3 +316,55 @@ def test_an_attack_scales_its_loss_without_optimizers(amp, level):
         plain.step()
     assert torch.allclose(model.weight.double(), twin.weight, rtol=0.02, atol=2e-3)
     assert model.weight.dtype is (HALF if level in ("O2", "O3") else FLOAT)
+
+
+# Scripts of strangers, whose gradients are those of float64
+
+
+def perceptron(**settings):
+    """A model with its optimizer, and a twin in float64, which O1 does not cast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model).double()
+    return *initialized(model, max_loss_scale=2.0**10, **settings), twin
+
+
+def loss_of(model, x):
+    return F.cross_entropy(model(x), torch.arange(6) % 3)
+
+
+def assert_gradients_of(amp, optimizer, twin):
+    for master, exact in zip(amp.master_params(optimizer), twin.parameters(), strict=True):
+        assert (master.grad.double() - exact.grad).norm() <= 0.02 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_of_gradients_of_a_scaled_loss(amp, level):
+    """tml-epfl/understanding-fast-adv-training divides gradients of inputs by the scale, and differentiates through them."""
+    model, optimizer, twin = perceptron(opt_level=level)
+    x = torch.randn(6, 4, requires_grad=True)
+    wanted = x.detach().double().requires_grad_()
+    loss = loss_of(model, x)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        gradient = torch.autograd.grad(scaled, x, create_graph=True)[0] / (scaled / loss)
+    backward(loss + 10 * gradient.square().sum(), optimizer)
+    exact = loss_of(twin, wanted)
+    exact = exact + 10 * torch.autograd.grad(exact, wanted, create_graph=True)[0].square().sum()
+    exact.backward()
+    assert_gradients_of(amp, optimizer, twin)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_wait_are_rewritten_in_the_block_that_ends_them(amp, level):
+    """ChenRocks/UNITER sums the gradients of all processes there, still scaled; and it steps once before there are any."""
+    model, optimizer, twin = perceptron(opt_level=level, num_losses=2)
+    optimizer.step()
+    for index in range(2):
+        x = torch.randn(6, 4)
+        (loss_of(twin, x.double()) / 2).backward()
+        with amp.scale_loss(loss_of(model, x), optimizer, delay_unscale=index == 0, loss_id=1) as scaled:
+            scaled.backward()
+            for param in model.parameters() if index else ():
+                param.grad.data.copy_(param.grad.data / 2)
+    assert_gradients_of(amp, optimizer, twin)
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 1]
