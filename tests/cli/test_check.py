@@ -370,6 +370,7 @@ def test_copies_that_are_not_written_back_are_told(check):
     stays = MOVES["float32 copies of its own"].replace("param.copy_(own)", "pass")
     _, lines = check(TWO_LAYERS + stays)
     assert "no optimizer that stepped holds them" in row(lines, "not trained")
+    assert row(lines, "as it is").split()[-1] == "12.0"  # weights and gradients of 2 bytes each, and of 4 in the copies
 
 
 #: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
