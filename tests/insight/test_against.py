@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly
+from helpers import Operators, backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 
@@ -106,22 +105,17 @@ def test_a_loss_that_is_not_finite_is_not_near_float32s():
 
 
 def test_what_an_operator_writes_is_written_once_and_each_operator_counts_once():
-    x, total, seen, operators = torch.full((3,), 1.1), torch.zeros(3), [], []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            operators.append(func)
-            return func(*args, **(kwargs or {}))
+    x, total, seen = torch.full((3,), 1.1), torch.zeros(3), []
 
     def iteration():
         total.add_(x.bfloat16())
         seen.append(total.tolist())
 
-    with Count():
+    with Operators() as operators:
         iteration()
     found = ampkit.diagnose(iteration, against="fp32")
     assert seen == [[step * 1.1015625] * 3 for step in (1, 2)]  # what bfloat16 makes of 1.1
-    assert found.operations == len(operators) == 2
+    assert found.operations == len(operators.names) == 2
 
 
 def test_running_statistics_are_put_back_and_random_numbers_are_shared():
