@@ -403,6 +403,7 @@ def test_a_closure_of_lbfgs_sees_the_masters_in_the_model():
     x, y = torch.randn(8, 2).half(), torch.randn(8, 1)
 
     def closure():
+        assert torch.equal(model.weight.flatten(), masters(optimizer).half())
         optimizer.zero_grad()
         loss = (model(x).float() - y).square().mean()
         optimizer.backward(loss)

@@ -2,12 +2,10 @@
 
 import importlib
 import shlex
-import sys
 
 import pytest
 from helpers import python
 
-from ampkit import __main__ as command_line
 from ampkit.__main__ import COMMANDS, main
 
 
@@ -34,17 +32,3 @@ def test_help_has_an_example_that_runs(command, capsys):
     assert f"  {example}\n" in capsys.readouterr().out and example.startswith(f"ampkit {command}")
     done = python("-m", *shlex.split(example))
     assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
-
-
-def test_a_command_is_imported_when_it_is_called(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a_command.py").write_text(
-        "EXAMPLE = 'ampkit greet you'\n\n"
-        "def add_arguments(parser):\n    parser.add_argument('name')\n\n"
-        "def from_command_line(arguments):\n    print('hello', arguments.name)\n    return 5\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(command_line, "COMMANDS", {**COMMANDS, "greet": ("say hello", "a_command")})
-    assert main([]) == 0 and "say hello" in capsys.readouterr().out
-    assert "a_command" not in sys.modules
-    assert main(["greet", "you"]) == 5 and capsys.readouterr().out == "hello you\n"
-    del sys.modules["a_command"]
