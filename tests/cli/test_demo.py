@@ -43,7 +43,7 @@ LOSSES = [2.0, 1.5, 1.0, 0.5, 0.4, 0.3, 0.2, 0.1]
 def conclude(demo, monkeypatch, tmp_path):
     """Run main() on metrics that exist already; returns the arguments of main_amp.py, by level."""
 
-    def run(runs, *flags):
+    def run(runs):
         asked = {}
 
         def train(level, folder, options):
@@ -56,7 +56,7 @@ def conclude(demo, monkeypatch, tmp_path):
         )
         monkeypatch.setattr(demo, "slowness_of", lambda dtype: 1.0)
         monkeypatch.setattr(demo, "train", train)
-        monkeypatch.setattr(sys, "argv", ["demo.py", "--dir", str(tmp_path / "out"), *flags])
+        monkeypatch.setattr(sys, "argv", ["demo.py", "--dir", str(tmp_path / "out")])
         demo.main()
         return asked
 

@@ -78,24 +78,6 @@ CLIP = dict(
     text_config={**TOWER, **WORDS, "max_position_embeddings": 16, "eos_token_id": VOCABULARY - 1},
     vision_config=dict(image_size=16, patch_size=4, **TOWER),
 )
-RESNET = dict(
-    model_type="resnet",
-    embedding_size=16,
-    hidden_sizes=[16, 32],
-    depths=[1, 1],
-    layer_type="basic",
-    out_features=["stage2"],
-)
-NO_BACKBONE = dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)
-DETR = {
-    **TWO_TOWERS,
-    **NO_BACKBONE,
-    "backbone_config": RESNET,
-    "num_queries": 4,
-    "num_labels": 4,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-}
 
 
 def counting(generator, length=16, starts=VOCABULARY - 3):
@@ -173,18 +155,6 @@ def pairs(generator):
     return dict(input_ids=torch.cat([texts, ends], 1), pixel_values=noisy, return_loss=True)
 
 
-def boxes(generator):
-    """Draw one of four small pictures on one of the squares of a larger picture."""
-    labels = torch.randint(0, 4, (8,), generator=generator)
-    places = 8 * torch.randint(0, 4, (8, 2), generator=generator)
-    values, targets = 0.1 * torch.randn(8, 3, 32, 32, generator=generator), []
-    for image, label, (row, column) in zip(values, labels, places.tolist()):
-        image[:, row : row + 8, column : column + 8] += pictures(4, 8)[label]
-        box = torch.tensor([[column + 4, row + 4, 8, 8]]) / 32
-        targets.append(dict(class_labels=label[None], boxes=box))
-    return dict(pixel_values=values, labels=targets)
-
-
 class Architecture(NamedTuple):
     class_name: str
     settings: dict[str, Any]
@@ -217,7 +187,6 @@ ARCHITECTURES = {
     "Whisper": Architecture("WhisperForConditionalGeneration", {**ENCODER_DECODER, **WHISPER}, sounds),
     "Wav2Vec2": Architecture("Wav2Vec2ForCTC", WAV2VEC2, waves),
     "CLIP": Architecture("CLIPModel", CLIP, pairs, learning_rate=5e-4),
-    "DETR": Architecture("DetrForObjectDetection", DETR, boxes),
 }
 GENERATING = [
     name
