@@ -523,8 +523,9 @@ def test_the_overflow_buffer_holds_what_was_found(amp):
     assert first.update_scale() is False and first._overflow_buf is script_buffer
     script_buffer.fill_(1)
     assert first.update_scale() is True and first._overflow_buf is script_buffer
-    iterate(loss_of(model), optimizer)
-    assert script_buffer.tolist() == [0]
+    for factor, found in ((1.0, 0), (float("inf"), 1)):
+        iterate(loss_of(model, factor), optimizer)
+        assert script_buffer.tolist() == [found]
 
 
 def test_options_that_a_script_puts_in_place_of_initialize_switch_amp_off(amp):
