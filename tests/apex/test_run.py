@@ -121,6 +121,7 @@ def test_modules_and_packages_run_as_main_beside_their_siblings(tmp_path, monkey
         names = running.execute(running.Run(target, is_module=True, around=AROUND_SCRIPTS), arguments)
         assert (names["name"], names["x"], names["argv"]) == ("__main__", 3, arguments)
         assert names["__file__"] == str(tmp_path / path)
+        assert names["__package__"] == path.rpartition("/")[0]
     with pytest.raises(ModuleNotFoundError, match="found_nothing"):
         running.execute(running.Run("found_nothing", is_module=True, around=AROUND_SCRIPTS), [])
     monkeypatch.chdir("/")
