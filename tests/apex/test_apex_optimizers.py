@@ -5,7 +5,6 @@ import inspect
 import pytest
 import torch
 from ampkit.apex.contrib import optimizers as contrib
-from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from helpers import (
     FUSED_SETTINGS,
     assert_all_close,
@@ -182,44 +181,6 @@ def test_fused_sgd_at_o2_gives_unscaled_master_gradients_and_skips_an_overflow(m
 
 
 # Scripts that subclass
-
-
-class AsInFairseq(optimizers.FusedAdam):
-    """A subclass as in fairseq: lists, and one call for each group, with the attributes of Apex's optimizer on ``self``."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if len(self.state[p]) == 0:
-                    self.state[p] = {name: torch.zeros_like(p.data) for name in ("exp_avg", "exp_avg_sq")}
-            lists = [
-                [p.grad.data for p in params],
-                [p.data for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-            ]
-            multi_tensor_applier(
-                self.multi_tensor_adam,
-                self._dummy_overflow_buf,
-                lists,
-                group["lr"],
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                self.adam_w_mode,
-                1 if group["bias_correction"] else 0,
-                group["weight_decay"],
-            )
-
-
-def test_a_subclass_steps_with_the_kernels_that_it_finds_on_itself():
-    make = lambda cls: lambda params: cls(params, **ADAM)  # noqa: E731
-    params, again = params_after_handing_on(torch.float32, make(AsInFairseq), make(AsInFairseq))
-    twins, _ = params_after_handing_on(torch.float64, make(torch.optim.AdamW), make(torch.optim.AdamW))
-    assert_all_close(params, twins, 1e-6)
-    assert_all_close(again, twins, 1e-6)
 
 
 KERNELS = {

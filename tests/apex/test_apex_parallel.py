@@ -12,7 +12,6 @@ from helpers import (
     TwoHeads,
     as_one_of_two_ranks,
     assert_gradients_close,
-    backward,
     batch_of_rank,
     gradients_by_name,
     gradients_over_ranks,
@@ -129,6 +128,11 @@ def run_other_passes(rank, results):
     ddp.module.trunk.requires_grad_(True)
     averaged("a pass after unfreezing", ddp)
 
+    ddp = DDP(TwoHeads())  # forward, forward, backward, backward, as with a discriminator
+    for losses in [ddp(batch_of_rank(rank, index)) for index in range(2)]:
+        sum(losses).backward()
+    results["two forward passes"] = gradients_by_name(ddp.module)
+
     original = dist.all_reduce
     for size in BUCKETS:
         sums = []
@@ -217,40 +221,6 @@ def run_amp(rank, results):
         ampkit.close()
 
 
-def make_gan():
-    torch.manual_seed(0)
-    # No biases before batch norm, which takes them out again: they have no gradients to compare.
-    d = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    return d, nn.Linear(2, 3, bias=False)
-
-
-def gan_batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
-
-
-def run_gan(rank, results):
-    """Run forward, forward, backward; then the other model through the first: two models, three losses."""
-    d, g = make_gan()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g)]
-    (d, g), (opt_d, opt_g) = ampkit.initialize([d, g], optimizers, opt_level="O1", num_losses=3, verbosity=0)
-    d, g = DDP(d), DDP(g)
-    for step in range(2):
-        real, noise = gan_batch(rank, step)
-        opt_d.zero_grad()
-        output = d(real)
-        fake = g(noise)
-        output_fake = d(fake.detach())
-        backward(output.square().mean(), opt_d, loss_id=0)
-        backward((output_fake - 1).square().mean(), opt_d, loss_id=1)
-        opt_d.step()
-        opt_g.zero_grad()
-        backward(d(fake).square().mean(), opt_g, loss_id=2)
-        opt_g.step()
-    results["gan"] = [p.detach().clone() for p in (*d.parameters(), *g.parameters())]
-    ampkit.close()
-
-
 SYNCBN = {
     "plain": {},
     "relu": dict(fuse_relu=True),
@@ -282,7 +252,7 @@ def syncbn_inputs(case):
 
 RUNS = (
     *(run_settings, run_large_gradients, run_other_passes, run_construction, run_lists, run_amp),
-    *(run_gan, run_syncbn),
+    run_syncbn,
 )
 
 
@@ -322,10 +292,10 @@ AVERAGED = (
 )
 
 
-@pytest.mark.parametrize("what", (*AVERAGED, "a Reducer"))
+@pytest.mark.parametrize("what", (*AVERAGED, "a Reducer", "two forward passes"))
 def test_gradients_are_averaged_by(results, what):
     for found in results:
-        assert_gradients_close(found[what], gradients_over_ranks(1))
+        assert_gradients_close(found[what], gradients_over_ranks(1 + (what == "two forward passes")))
 
 
 def test_ddp_leaves_frozen_parameters_without_gradients(results):
@@ -406,32 +376,6 @@ def test_ddp_accumulates_under_initialize_like_one_large_batch(results, level, h
         assert_gradients_close(results[rank][f"amp/{level}/{how}"], wanted, tolerance=3e-2)
     for name, moved in results[0][f"amp/{level}/{how}"].items():
         assert torch.equal(moved, results[1][f"amp/{level}/{how}"][name])
-
-
-def gan_moved_in_float64():
-    """Return by how much `run_gan` moves parameters, on one process that takes the mean over both ranks' losses."""
-    d, g = (model.double() for model in make_gan())
-    start = [p.detach().clone() for p in (*d.parameters(), *g.parameters())]
-    opt_d, opt_g = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g))
-    for step in range(2):
-        batches = [tuple(t.double() for t in gan_batch(rank, step)) for rank in range(2)]
-        opt_d.zero_grad()
-        for real, noise in batches:
-            ((d(real).square().mean() + (d(g(noise).detach()) - 1).square().mean()) / 2).backward()
-        opt_d.step()
-        opt_g.zero_grad()
-        for _, noise in batches:
-            (d(g(noise)).square().mean() / 2).backward()
-        opt_g.step()
-    return [p.detach() - before for p, before in zip((*d.parameters(), *g.parameters()), start)]
-
-
-def test_ddp_trains_two_models_with_three_losses(results):
-    assert all(torch.equal(a, b) for a, b in zip(results[0]["gan"], results[1]["gan"], strict=True))
-    start = [p.detach() for model in make_gan() for p in model.parameters()]
-    for found, before, wanted in zip(results[0]["gan"], start, gan_moved_in_float64(), strict=True):
-        # bfloat16's rounding, which g sees enlarged: batch norm takes most of its gradient out.
-        assert (found - before - wanted).norm() <= 0.15 * wanted.norm()
 
 
 @pytest.mark.parametrize("case", SYNCBN)

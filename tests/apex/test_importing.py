@@ -6,12 +6,11 @@ import importlib.metadata
 import importlib.util
 import logging
 import pickle
-import subprocess
 import sys
 
 import pytest
 from ampkit.apex.fp16_utils import DynamicLossScaler
-from helpers import ROOT
+from helpers import python
 
 import ampkit.apex
 from ampkit.apex import importing
@@ -112,12 +111,6 @@ def test_names_are_found_where_scripts_import_them(module):
     assert [name for name in NAMES[module].split() if not hasattr(imported, name)] == []
 
 
-def test_star_imports_of_fp16_utils_bring_everything():
-    namespace = {}
-    exec("from apex.fp16_utils import *", namespace)
-    assert set(NAMES["apex.fp16_utils"].split()) <= namespace.keys()
-
-
 # In apex.contrib amp imported the optimizers; the rest has to be imported by its name.
 ATTRIBUTES = [name for name in NAMES if name.startswith("apex.") and not name.endswith(("clip_grad", "_amp_state"))]
 
@@ -148,14 +141,10 @@ def test_the_state_is_an_object_and_its_module_a_module():
 PROVIDED = r"no 'apex\.(transformer|mlp).*provides.*apex\.amp"
 NOT_THERE = {
     "import apex.transformer": PROVIDED,
-    "from apex import transformer": PROVIDED,
     "from apex.transformer import parallel_state": PROVIDED,
-    "import apex.mlp": PROVIDED,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": r"no 'apex\.contrib.*torch\.nn\.functional\.cross_entropy",
-    "from apex.contrib import xentropy": r"no 'apex\.contrib.*torch\.nn\.functional\.cross_entropy",
     "from apex.contrib.sparsity import ASP": r"semi_structured",
     "from apex.contrib.optimizers import DistributedFusedAdam": r"torch\.distributed\.fsdp",
-    "import apex.contrib.optimizers.distributed_fused_adam": r"torch\.distributed\.fsdp",
     "from apex.transformer.tensor_parallel.layers import ColumnParallelLinear": r"megatron\.core",
     "from apex import pyprof": r"torch\.profiler",
     "from apex.RNN.models import stackedRNN": r"torch\.nn\.LSTM",
@@ -265,6 +254,5 @@ def test_a_loss_scaler_that_was_pickled_before_goes_on(module):
 
 
 def test_a_pickle_loads_in_a_process_that_has_imported_nothing_of_ours():
-    code = f"import pickle; print(pickle.loads({PICKLED!r}).cur_scale)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", f"import pickle; print(pickle.loads({PICKLED!r}).cur_scale)")
     assert done.stdout == "128.0\n", done.stderr

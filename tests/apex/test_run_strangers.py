@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from helpers import others_slow
-from test_run import RUN, ended, run
+from helpers import others_slow, python
+from test_run import RUN, run
 from torch import nn
 
 import ampkit.apex
@@ -18,11 +18,6 @@ DECISIONS = {
     "is_cuda of a parameter": "found = next(torch.nn.Linear(2, 2).cuda().parameters()).is_cuda",
     "a device's type": "found = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu').type == 'cuda'",
     "a tensor's device": "x = torch.ones(2).cuda(); found = x.device.type == 'cuda' and x.device == torch.device('cuda:0')",
-    "a device handed on": "x = torch.ones(2).cuda(); found = (torch.arange(2, device=x.device) + x).sum().item() == 3",
-    "a device in a hook": (
-        "d = torch.device('cuda'); x = torch.ones(2, requires_grad=True); mask = torch.zeros(2)\n"
-        "x.register_hook(lambda g: g * mask.to(d)); (x * 2).sum().backward(); found = x.grad.tolist() == [0, 0]"
-    ),
     "a device in a backward": (
         "d = torch.device('cuda')\n"
         "class Twice(torch.autograd.Function):\n"
@@ -118,10 +113,7 @@ UNUSED = {
     "called": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), verbosity=0)", False),
     "called with enabled=False": ("from apex import amp\namp.initialize(torch.nn.Linear(1, 1), enabled=False)", False),
     "the first interface": ("from apex import amp\nhandle = amp.init()", False),
-    "the first interface, its handle dropped": ("from apex import amp\namp.init()", False),
-    "the first interface, ended": ("from apex import amp\namp.init()._deactivate()", False),
     "the first interface with enabled=False": ("from apex import amp\namp.init(enabled=False)", False),
-    "another part": ("from apex.normalization import FusedLayerNorm", False),
     "no apex": ("", False),
 }
 
@@ -147,12 +139,9 @@ OBSERVED = {
     "a plain import": ("from apex import amp; found = True", True),
     "one that says what to install": (WITHOUT_FALLBACK.format("raise ImportError('install apex')"), True),
     "one that exits": (WITHOUT_FALLBACK.format("import sys; sys.exit('install apex')"), True),
-    "one that quits": (WITHOUT_FALLBACK.format("print('install apex'); exit(1)"), True),
     "a part": ("from apex.optimizers import FusedAdam as found", True),
     "amp_C": ("import amp_C as found", True),
     "with a fallback": (FALLBACK.format("ImportError"), False),
-    "any fallback": (FALLBACK.format("Exception"), False),
-    "one of several": (FALLBACK.format("(ModuleNotFoundError, AttributeError)"), False),
     "a look": (FIND, False),
     "a look beside an import": ("from apex import amp\n" + FIND, False),
     "a library": (TRY_LIBRARY, False),
@@ -209,14 +198,10 @@ def test_a_script_tells_its_models_by_their_classes(level, tmp_path):
 
 
 AMP = "from apex import amp; net = amp.initialize(MODEL, opt_level='O2', verbosity=0); found = net.weight"
-FP16_UTILS = "from apex.fp16_utils import network_to_half; found = network_to_half(MODEL)(ONES)"
 LOWERED = {
     "amp": (AMP, None, torch.bfloat16),
     "amp as chosen": (AMP, "float16", torch.float16),
     "half": ("found = MODEL.half()(ONES.half())", None, torch.float16),
-    "a dtype": ("found = ONES.to(torch.float16)", None, torch.float16),
-    "a type": ("found = ONES.type(torch.cuda.HalfTensor)", None, torch.float16),
-    "fp16_utils": (FP16_UTILS, None, torch.float16),
 }
 
 
@@ -259,7 +244,7 @@ def test_children_end_without_a_traceback(case, tmp_path):
         "    print('worked', type(model(torch.ones(1, 3).cuda()).item()).__name__, flush=True)\n"
         f"if __name__ == '__main__':\n    {CHILDREN[case]}\n    print('joined')\n"
     )
-    done = ended(*RUN, "--device", "cpu", script)
+    done = python(*RUN, "--device", "cpu", script)
     assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["worked float", "joined"], done.stdout + done.stderr
     assert not any(word in done.stderr for word in ("Traceback", "Exception ignored", "Error")), done.stderr
 
@@ -284,7 +269,7 @@ if __name__ == "__main__": torch.multiprocessing.spawn(main, nprocs=2)
 @pytest.mark.slow
 def test_torchs_synchronised_batch_norm_trains_under_ddp(tmp_path):
     (tmp_path / "script.py").write_text(ON_TWO_RANKS.replace("FOLDER", str(tmp_path)))
-    done = ended(*RUN, "--device", "cpu", tmp_path / "script.py")
+    done = python(*RUN, "--device", "cpu", tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3))

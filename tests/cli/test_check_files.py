@@ -5,13 +5,11 @@ import os
 import pickle
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import backward
+from helpers import backward, python
 from torch import nn
 
 import ampkit
@@ -143,7 +141,7 @@ def test_the_command_that_the_refusal_of_a_distributed_checkpoint_names_makes_a_
         dcp.save({"model": state()}, checkpoint_id=tmp_path / "saved")
     code, _, error = check(tmp_path / "saved")
     (words,) = re.findall("'python -m (.*) FILE.pt'", error)
-    subprocess.run([sys.executable, "-m", *words.split(), tmp_path / "model.pt"], check=True)
+    assert python("-m", *words.split(), tmp_path / "model.pt").returncode == 0
     assert code == 2 and check(tmp_path / "model.pt")[0] == 1
 
 

@@ -2,13 +2,10 @@
 
 import importlib
 import shlex
-import sys
-import tomllib
 
 import pytest
-from helpers import ROOT, python
+from helpers import python
 
-from ampkit import __main__ as command_line
 from ampkit.__main__ import COMMANDS, main
 
 
@@ -26,12 +23,6 @@ def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
     assert "invalid choice: 'inform'" in capsys.readouterr().err
 
 
-def test_the_install_makes_a_command_of_it():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    module, _, name = project["scripts"]["ampkit"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_runs(command, capsys):
     with pytest.raises(SystemExit) as exited:
@@ -41,17 +32,3 @@ def test_help_has_an_example_that_runs(command, capsys):
     assert f"  {example}\n" in capsys.readouterr().out and example.startswith(f"ampkit {command}")
     done = python("-m", *shlex.split(example))
     assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
-
-
-def test_a_command_is_imported_when_it_is_called(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a_command.py").write_text(
-        "EXAMPLE = 'ampkit greet you'\n\n"
-        "def add_arguments(parser):\n    parser.add_argument('name')\n\n"
-        "def from_command_line(arguments):\n    print('hello', arguments.name)\n    return 5\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(command_line, "COMMANDS", {**COMMANDS, "greet": ("say hello", "a_command")})
-    assert main([]) == 0 and "say hello" in capsys.readouterr().out
-    assert "a_command" not in sys.modules
-    assert main(["greet", "you"]) == 5 and capsys.readouterr().out == "hello you\n"
-    del sys.modules["a_command"]

@@ -22,11 +22,6 @@ def test_each_recipe_is_on_the_page():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_on_a_screen(path):
-    assert len(path.read_text().splitlines()) < 60
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_close_to_float32_and_prints_one_line(path, capsys, monkeypatch):
     run_and_check(path, capsys, monkeypatch, torch.cuda.is_available())
 
@@ -54,26 +49,6 @@ def test_a_recipe_holds_in_float16_as_on_a_gpu(path, capsys, monkeypatch):
     """On a GPU the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "float16")
     run_and_check(path, capsys, monkeypatch, in_float16=True)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("name", ["gradient_penalty", "parameter_penalty"])
-def test_a_penalty_is_as_near_to_float32_as_under_autocast(name, level):
-    recipe = runpy.run_path(str(FOLDER / f"{name}.py"))
-    device = recipe["device"]
-
-    def step(model, optimizer, dtype):
-        with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
-            loss = recipe["loss_of"](model)
-        loss.backward()
-        optimizer.step()
-        return recipe["changes"](model)
-
-    expected = step(*recipe["build"](), torch.float32)
-    in_amp = (step(*recipe["build"](), torch.bfloat16) - expected).norm()
-    found = (recipe["step_at"](level) - expected).norm()
-    # Half again as far: sums are cut into other parts on other processors.
-    assert found < 1.5 * in_amp and in_amp < 0.02 * expected.norm()
 
 
 @pytest.mark.slow

@@ -105,34 +105,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, lightning, tmp_path):
         assert found["AmpkitPrecision"] == whole["AmpkitPrecision"]
 
 
-def test_running_statistics_stay_finite_when_a_part_is_called_and_its_step_is_skipped(lightning, tmp_path):
-    class WithBatchNorm(lightning.Module):
-        def __init__(self, spoiled=None):
-            super().__init__(spoiled=spoiled)
-            self.net = torch.nn.Sequential(self.net, torch.nn.BatchNorm1d(3))
-
-    clean, spoiled = WithBatchNorm(), WithBatchNorm(spoiled=1)
-    lightning.trainer(tmp_path, 1, lightning.AmpkitPrecision(**settings_of("O2"))).fit(clean, batches(1))
-    lightning.trainer(tmp_path, 2, lightning.AmpkitPrecision(**settings_of("O2"))).fit(spoiled, batches(2))
-    assert spoiled.skipped == [False, True]
-    statistics = {name for name, _ in spoiled.named_buffers()}
-    found, wanted = (
-        {name: value for name, value in one.state_dict().items() if name not in statistics} for one in (spoiled, clean)
-    )
-    assert_equal(found, wanted)
-    assert all(value.isfinite().all() for value in spoiled.state_dict().values())
-
-
-def test_evaluation_computes_at_the_level_too(lightning, tmp_path):
-    module = lightning.Module()
-    one = lightning.trainer(tmp_path, 2, lightning.AmpkitPrecision(**settings_of("O2")))
-    one.fit(module, batches(2), batches(1))
-    one.validate(module, batches(1), verbose=False)
-    in_float32 = loss_of(module.net, 0).item()
-    model = ampkit.initialize(module.net, **settings_of("O2"))
-    assert module.norms[-1] == loss_of(model, 0).item() != in_float32
-
-
 @pytest.mark.parametrize("validates", (False, True))
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_the_average_of_lightnings_callback_is_float32_and_remains(level, validates, lightning, tmp_path):

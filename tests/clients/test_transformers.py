@@ -16,16 +16,7 @@ if not transformers.__version__.startswith("4."):
 SCRIPT = """
 import sys
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-class Seen(TorchFunctionMode):
-    dtypes = set()
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in ("linear", "matmul", "bmm", "scaled_dot_product_attention"):
-            self.dtypes.add(str(out.dtype))
-        return out
 
 torch.manual_seed(0)
 config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50,
@@ -42,21 +33,24 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=data)
 assert trainer.use_apex
-with Seen():
-    trainer.train()
+seen = set()
+for layer in model.modules():
+    if isinstance(layer, torch.nn.Linear):
+        layer.register_forward_hook(lambda module, args, out: seen.add(str(out.dtype)))
+trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print("RESULT", sorted(Seen.dtypes), losses[-1] < losses[0], len(losses))
+print("RESULT", sorted(seen), losses[-1] < losses[0], len(losses))
 from apex import amp
 print("SCALERS", len(amp.state_dict()))
 """
 
 
-@pytest.mark.parametrize("level, expected", [("O1", ["torch.float16"]), ("O2", ["torch.float16"])])
-def test_trainer_runs_in_mixed_precision(tmp_path, level, expected):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_trainer_runs_in_mixed_precision(tmp_path, level):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "ampkit", "run", str(script), level, str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"RESULT {expected} True 6" in done.stdout
+    assert "RESULT ['torch.float16'] True 6" in done.stdout
     assert f"Selected optimization level {level}" in done.stdout

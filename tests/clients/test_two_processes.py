@@ -35,15 +35,9 @@ def loss_of(model, batch, step, rank, spoiled=SPOILED):
 
 
 def with_lightning(settings):
-    import lightning.pytorch as pl
+    import lightning_modules
 
-    from ampkit.integrations.lightning import AmpkitPrecision
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net, self.skipped = net_with_norm(), []
-
+    class Module(lightning_modules.Module):
         def training_step(self, batch, index):
             return loss_of(self.net, batch, index, self.global_rank)
 
@@ -55,15 +49,12 @@ def with_lightning(settings):
 
         def on_train_batch_end(self, _outputs, _batch, index):
             if index % ACCUMULATE == ACCUMULATE - 1:
-                self.skipped.append(ampkit.step_was_skipped(self.optimizers()))
+                super().on_train_batch_end()
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=1,
-        plugins=AmpkitPrecision(**settings), accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, **quiet,
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module)
+    module, plugin = Module(), lightning_modules.AmpkitPrecision(**settings)
+    of_processes = dict(devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=1)
+    of_steps = dict(accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP)
+    lightning_modules.trainer(None, -1, plugin, **of_processes, **of_steps).fit(module)
     return module.net, module.skipped
 
 

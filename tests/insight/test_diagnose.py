@@ -1,11 +1,14 @@
 """`ampkit.diagnose` on iterations that each have one culprit: found at its line, with its kind and its cure.
 
+More kinds, each with its cure, are in test_troubles.py.
+
 The line of a case that makes the first inf or NaN ends in ``# here``. What a case is given is finite.
 """
 
 import copy
 import inspect
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -77,21 +80,6 @@ def exp_in_float16(x):
     (y.sum(dtype=torch.float32) * 1e-6).backward()
 
 
-@case(leaf(412.0, 1.0, dtype=FP16), OVERFLOW, "torch.Tensor.exp", "exp needs 8.498e+178")
-def exp_beyond_float32(x):
-    x.exp().float().sum().backward()  # here
-
-
-@case(
-    *(layer_of(4, 4, 25.0), OVERFLOW, "torch.Tensor.__mul__"),
-    *("max |input| = 300, mul needs 9e+04", 'policy={"torch.Tensor.__mul__": "fp32"}'),
-)
-def a_square_in_float16(layer, optimizer):
-    y = layer(torch.ones(2, 4) * 3)
-    norm = (y * y).float().mean(-1).sqrt()  # here
-    backward(norm.mean(), optimizer)
-
-
 def two_layers():
     model, optimizer = trained(nn.Sequential(filled(nn.Linear(4, 4), 200.0), nn.Linear(4, 2)), "O2")
     filled(model[1], 60.0)
@@ -108,12 +96,6 @@ def a_matrix_product_beyond_float16(model, optimizer):
     backward(loss / 1e6, optimizer)
 
 
-@case(layer_of(1, 2, 70000.0), OVERFLOW, LINEAR, "max |input| = 7e+04", f'policy={{"{LINEAR}": "fp32"}}')
-def a_weight_beyond_float16(layer, optimizer):
-    y = layer(torch.full((2, 1), 1e-3))  # here
-    backward(y.mean(), optimizer)
-
-
 @case(lambda: [filled(nn.Linear(4, 2), 200.0)], OVERFLOW, LINEAR, "linear needs 8e+04", "in float32: finite")
 def an_autocast_region(layer):
     with torch.autocast("cpu", FP16):
@@ -128,39 +110,10 @@ def a_mask_in_the_wrong_dtype(scores):
     F.softmax(masked, -1).float().square().sum().backward()
 
 
-@case(leaf(1.0, 2.0), "inf - inf", "torch.nn.functional.softmax", "2 of 2 elements")
-def a_masked_row(scores):
-    masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)
-    weights = F.softmax(masked, dim=-1)  # here
-    weights.square().sum().backward()
-
-
 @case(leaf(1.0, 2.0), "inf that the script writes", "torch.Tensor.masked_fill", "reaches the loss")
 def a_row_that_is_masked_for_logsumexp(scores):
     masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)  # here
     masked.logsumexp(-1).backward()
-
-
-@case(leaf(0.0, 1.0), LOG, "torch.Tensor.log", "1 of 2 elements")
-def log_of_zero(x):
-    (-x.log().mean()).backward()  # here
-
-
-@case(leaf(-2.0, 1.0), "outside of the function's domain", "torch.log", "the lowest is -2")
-def log_of_a_negative_number(x):
-    torch.log(x).mean().backward()  # here
-
-
-@case((leaf(1.0, 2.0), torch.zeros(2)), DIVISION, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1")
-def a_masked_mean(x, mask):
-    loss = (x * mask).sum() / mask.sum()  # here
-    loss.backward()
-
-
-@case(leaf([0.0] * 3, [0.0] * 3), DIVISION, "torch.nn.functional.cross_entropy", "every target is ignored")
-def no_target(x):
-    loss = F.cross_entropy(x, torch.full((2,), -100))  # here
-    loss.backward()
 
 
 @case(leaf(1.0, 2.0), DIVISION, "torch.Tensor.mean", "mean of no elements")
@@ -168,52 +121,10 @@ def no_element(x):
     x[x > 2].mean().backward()  # here
 
 
-@case((leaf(1.0, 2.0), torch.full((2,), -torch.inf)), "0 * inf", "torch.Tensor.__mul__", "2 of 2 elements")
-def a_mask_that_multiplies(x, mask):
-    (x * (mask * 0)).sum().backward()  # here
-
-
-@case(leaf(1.0, 2.0), "a deviation of one element", "torch.Tensor.std", "std of one element")
-def a_deviation_of_a_number(x):
-    spread = x.sum().std()  # here
-    (spread + x.sum()).backward()
-
-
 @case(leaf(1.0, 2.0, 3.0, 4.0), "a deviation of one element", "torch.Tensor.var", "var of one element")
 def a_deviation_along_an_axis_of_one(x):
     spread = x.reshape(4, 1).var(dim=1)  # here
     (spread.sum() + x.sum()).backward()
-
-
-@case(leaf(1.0, 2.0), DIVISION, "torch.Tensor.std", "std of no elements")
-def a_deviation_of_nothing(x):
-    spread = x[x > 5].std()  # here
-    (spread + x.sum()).backward()
-
-
-@case(leaf(0.0, 1.0), DIVISION, "torch.rsqrt", "the divisor is 0 in 1 of 2")
-def a_reciprocal_behind_where(x):
-    y = torch.where(x == 0, 0.0, torch.rsqrt(x))  # here
-    y.sum().backward()
-
-
-@case(
-    lambda: [nn.Sequential(filled(nn.Linear(1, 2), 1e22), nn.BatchNorm1d(2))],
-    # The unbiased variance of 1e22 and -1e22 is 2e44, of which a tenth counts.
-    *(OVERFLOW, "torch.nn.functional.batch_norm", "batch_norm needs 2e+43"),
-)
-def a_running_variance_beyond_float32(model):  # the loss and the gradients are finite
-    model(torch.tensor([[1.0], [-1.0]])).square().sum().backward()  # here
-
-
-@case(
-    *(layer_of(1, 1, 1.0), DIVISION, "torch.Tensor.__truediv__"),
-    *("the divisor is 0 in 1 of 1", "bfloat16 (O4 or O5 without cast_model_type=)"),
-)
-def an_early_epsilon_that_float16_rounds_to_zero(layer, optimizer):
-    y = layer(torch.zeros(1, 1))
-    y = y / (y.abs() + 1e-9)  # here
-    backward(y.float().sum(), optimizer)
 
 
 @case(layer_of(1, 1, 1.0), SCALE, "mul", "6.554e+38, float32 ends at 3.4e+38", "harmless: finite at 32768")
@@ -226,43 +137,10 @@ def a_loss_that_the_scale_makes_inf(layer, optimizer):
 # Backward
 
 
-@case(leaf(0.0, 0.0), DIVISION, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 1", backward=True)
-def a_length_at_zero(x):
-    length = (x * x).sum().sqrt()  # here
-    (length + x.sum()).backward()
-
-
-@case(leaf(0.0, 1.0), LOG, "torch.Tensor.log", "the divisor is 0 in 1 of 2", backward=True)
-def log_of_zero_behind_where(x):
-    y = torch.where(x > 0, x.log(), 0.0)  # here
-    y.sum().backward()
-
-
-@case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 2", backward=True)
-def sqrt_at_zero(x):
-    y = x.sqrt()  # here
-    y.sum().backward()
-
-
 @case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.__pow__", "the divisor is 0 in 1 of 2", backward=True)
 def a_power_at_zero(x):
     y = x**0.5  # here
     y.sum().backward()
-
-
-@case(leaf(0.0, 1.0), DIVISION, "torch.acos", "the divisor is 0 in 1 of 2", backward=True)
-def acos_at_one(x):
-    torch.acos(x).sum().backward()  # here
-
-
-@case(lambda: [nn.Linear(2, 2)], DIVISION, "torch.Tensor.sqrt", "3 of 3", backward=True)
-def in_a_module(layer):
-    class Distance(nn.Module):
-        def forward(self, x, y):
-            return (x - y).square().sum(-1).sqrt()  # here
-
-    x = torch.ones(3, 2)
-    Distance()(layer(x), layer(x)).sum().backward()
 
 
 @case(leaf(0.0, 1.0), DIVISION, "torch.Tensor.sqrt", "1 of 2", backward=True)
@@ -394,21 +272,6 @@ def test_nothing_is_found_in_a_healthy_iteration(run, given):
 # Values from before
 
 
-def test_nan_in_the_batch_is_named_with_the_line_that_uses_it():
-    layer, batch = nn.Linear(2, 1), torch.tensor([[1.0, torch.nan]])
-
-    def iteration():
-        layer(batch).sum().backward()  # here
-
-    diagnosis = diagnose(iteration)
-    assert diagnosis.culprit.kind == "not finite before the iteration"
-    assert (
-        diagnosis.culprit.evidence
-        == "a tensor of shape (1, 2), torch.float32, that this line uses, has 1 NaN among 2 elements"
-    )
-    assert diagnosis.culprit.site.line == marked_line(test_nan_in_the_batch_is_named_with_the_line_that_uses_it)
-
-
 def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     optimizer = torch.optim.Adam(model.parameters())
@@ -424,19 +287,6 @@ def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
         "not finite before the iteration: '0.weight' of Sequential has 1 NaN among 4 elements",
         "not finite before the iteration: buffer '1.running_var' has 1 inf among 2 elements",
     ]
-
-
-def test_complex_numbers_and_sparse_gradients_are_looked_at():
-    x = leaf(100.0 + 0.0j, 1.0, dtype=torch.complex64)
-    diagnosis = diagnose(lambda: torch.exp(x).abs().sum().backward())
-    assert diagnosis.culprit.evidence == "max |input| = 100, exp needs 2.688e+43, complex64 ends at 3.4e+38"
-
-    table = nn.Embedding(2, 1, sparse=True)
-    with torch.no_grad():
-        table.weight.fill_(0.0)
-    diagnosis = diagnose(lambda: table(torch.tensor([1, 1])).sqrt().sum().backward())
-    assert (diagnosis.culprit.kind, diagnosis.culprit.function) == (DIVISION, "torch.Tensor.sqrt")
-    assert table.weight.grad is None
 
 
 # State afterwards is as before
@@ -473,20 +323,16 @@ def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
             ampkit.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
 
-        losses = []
+        factor = {"finite": 1.0, "inf": 1e39, "error": 2}[fails]
         for i in range(4):
             iteration()
             before = everything(model, optimizer)
             if with_diagnosis and i % 2:
-                if fails == "error":
-                    with pytest.raises(KeyError, match="of the script"):
-                        diagnose(lambda: iteration(2))
-                else:
-                    assert bool(diagnose(lambda: iteration(1e39 if fails == "inf" else 1.0))) is (fails == "inf")
+                with pytest.raises(KeyError, match="of the script") if fails == "error" else nullcontext():
+                    assert bool(diagnose(lambda: iteration(factor))) is (fails == "inf")
                 assert same(everything(model, optimizer), before)
-            losses.append(before)
         ampkit.close()
-        return [*losses[-1][:-1], *model.state_dict().values()]
+        return before
 
     assert same(train(True), train(False))
 
@@ -523,52 +369,17 @@ def test_a_cure_that_is_named_cures_when_it_is_done():
 
 
 def test_what_cannot_be_called_is_refused():
-    with pytest.raises(
-        TypeError, match="expects a function without arguments that runs forward and backward, found float"
-    ):
+    with pytest.raises(TypeError, match=r"expects a function without arguments.*found float"):
         diagnose(1.0)
 
 
-def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with_the_line_to_call(caplog):
-    layer, optimizer = trained(nn.Linear(1, 1), "O1", min_loss_scale=2.0**16)
-    line = (
-        "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, tries cures too."
-    )
-
-    def skip(times):
-        for _ in range(times):
-            backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
-            optimizer.step()
-
-    skip(26)
-    warning = next(record.getMessage() for record in caplog.records if "25 steps in a row" in record.getMessage())
-    assert warning.endswith(line)
-    with pytest.raises(ampkit.LossScaleError) as raised:
-        skip(26)
-    assert str(raised.value).endswith(line)
-
-
-@pytest.mark.parametrize(
-    ("write", "kind"), [("mul_", "not finite before the iteration"), ("copy_", "overflow of the format")]
-)
-def test_what_a_tensor_held_counts_where_an_operator_reads_what_it_writes(write, kind):
-    weight = leaf(1.0, 1.0)
-    held = torch.full((2,), torch.nan, dtype=torch.float16)
-    large = torch.tensor([1e6, 1.0])
-
-    def iteration():
-        getattr(held, write)(large)
-        (weight * held).sum().backward()
-
-    assert diagnose(iteration).culprit.kind == kind
-
-
-def test_running_statistics_of_a_scripted_module_are_read_and_put_back():
-    norm = torch.jit.script(nn.BatchNorm1d(2))
-    x = torch.tensor([[1.0, 2.0], [float("inf"), 4.0]], requires_grad=True)
-    diagnosis = diagnose(lambda: norm(x).square().sum().backward())
-    assert diagnosis.culprit is not None and "not finite before the iteration" in str(diagnosis)
-    assert norm.running_mean.tolist() == [0.0, 0.0] and norm.running_var.tolist() == [1.0, 1.0]
+def test_the_warning_after_25_skips_names_the_call(caplog):
+    layer, optimizer = trained(nn.Linear(1, 1), "O1")
+    for _ in range(26):
+        backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
+        optimizer.step()
+    (warning,) = [one.message for one in caplog.records if "25 steps in a row" in one.message]
+    assert "print(ampkit.diagnose(iteration))" in warning
 
 
 def test_a_second_diagnosis_deeper_in_the_stack_takes_no_step_either():

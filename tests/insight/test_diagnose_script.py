@@ -54,13 +54,6 @@ SCRIPTS = {
         loop(10, "y = model(torch.ones(2, 4)).double().abs() * 0 + (3.0 - i)\nloss = y.log().mean()"),
         *(3, 1, ["log of zero", "script.py:7", "float64", "it happens in float64: the model, not"]),
     ),
-    # e**800 is 2.7e347, where float64 ends at 1.8e308.
-    "more than float64 has": (
-        loop(
-            10, "y = model(torch.ones(2, 4).double())\nloss = (y * 0 + (i == 2) * 800.0).exp().mean()", "model.double()"
-        ),
-        *(2, 1, ["overflow of the format", "script.py:8", "it happens in float64: the model, not"]),
-    ),
     "a gradient that ruins the weights": (
         loop(10, "loss = (model(torch.ones(2, 4)) * (i < 3)).abs().sqrt().mean()"),
         *(3, 1, ["division by zero in backward", "script.py:6", "torch.Tensor.sqrt", "iteration 4"]),
@@ -69,21 +62,6 @@ SCRIPTS = {
     "skips": (
         loop(10, "y = model(torch.ones(1, 4)).float() * 1e4", O1, BLOCK),
         *(10, 0, ["the loss scale itself in backward", "script.py:9", "ends at 65504", "finite at loss scale 4,"]),
-    ),
-    "a gradient that fits at no scale": (
-        loop(10, "y = model(torch.ones(1, 4)).float() * 1e10", O1, BLOCK),
-        *(2, 1, ["overflow of the format in backward at loss scale", "script.py:9", "iteration 3", "(--after 3)"]),
-    ),
-    "a fault below the scale of a GradScaler": (
-        loop(
-            20,
-            "with torch.autocast('cpu', torch.float16):\n"
-            "    y = model(torch.ones(2, 4)).float() * 1e2\n"
-            "    if i == 15:\n"
-            "        y = (y * 0 + 60).half() * torch.tensor([[2e3], [1.0]]).half()",
-            *(SCALER, "", BY_SCALER),
-        ),
-        *(15, 1, ["overflow of the format", "script.py:10", "iteration 16, row 0 of 2"]),
     ),
     # From 32 * 65536, the gradient of the bias, to 32 * 1024.
     "a descent that ends": (
@@ -135,8 +113,6 @@ def test_a_script_stops_at_the_culprit(case, written, capsys):
 #: Inputs of a model, in layouts that few operators take.
 LAYOUTS = {
     "sparse": "torch.sparse.mm(torch.eye(4).to_sparse(), x)",
-    "compressed rows": "torch.eye(4).to_sparse_csr() @ x",
-    "nested": "torch.nested.as_nested_tensor([x, x[:2]])",
     "jagged": "torch.nested.as_nested_tensor([x, x[:2]], layout=torch.jagged)",
 }
 
@@ -160,20 +136,6 @@ def test_layouts_that_few_operators_take_hide_nothing(layout, tool, written, cap
         assert code == 0 and "Linear" in printed if tool == "check" else "script.py:10  log" in printed, printed
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_nan_in_the_data_is_found_in_every_layout(layout, written, capsys):
-    script = f"""
-        x = torch.ones(4, 4)
-        x[1] = torch.nan
-        {"x = torch.eye(4).to_sparse_csr() * x" if layout == "compressed rows" else f"x = {LAYOUTS[layout]}"}
-        y = model(x){".to_padded_tensor(0.0)" if layout in ("nested", "jagged") else ""}
-        y.mean().backward()
-    """
-    assert main(["diagnose", written(script)]) == 1
-    assert "not finite before the iteration" in (printed := capsys.readouterr().out) and "NaN among" in printed, printed
-
-
 FAILS = """
     import torch
     from torch import nn
@@ -193,15 +155,7 @@ FAILS = """
 # the line, the kind, and what the numbers and the cure say
 FAILURES = [
     ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
-    ("y = y @ torch.eye(8).double()", "two dtypes in one call", ["float32 (4, 8), float64 (8, 8)", "x.to(y.dtype)"]),
     ("y = model(y.double())", "two dtypes in one call", ["float64 (4, 8)", "Linear's 'weight'", "x.to(y.dtype)"]),
-    ("y = frozen.double()(y)", "a frozen model in another precision", ["float64 (8, 8) (Linear's 'weight')"]),
-    ("y = frozen(y)", "a frozen model in another precision", ["Linear's 'weight'", "torch.autocast"]),
-    (
-        "y = y.half().masked_fill(y > 0, -1e9)",
-        "a value that does not fit",
-        ["-1e+09", "float16", "65504", "torch.finfo"],
-    ),
     ("y = traced(y.bfloat16())", "a traced function", ["bfloat16 (4, 8), float32 (8, 8)", "trace it"]),
     ("y = torch.vmap(nn.BatchNorm1d(8))(y[None])", "batch norm under vmap", ["replace_all_batch_norm_modules_"]),
     ("y = y @ frozen.weight.to(torch.float8_e4m3fn)", "weights of one byte", ["float8_e4m3fn", "w.to(x.dtype)"]),
@@ -305,44 +259,19 @@ SPIKES = """
         x = torch.tensor([[1.0, 2.0, 3.0, 5.0], [2.0, 1.0, 4.0, 2.0]])
         if i == 5:
             x[1] = 2.0
-        x = x / (x.std(1, keepdim=True) + 1e-5)  # here
+        x = x / (x.std(1, keepdim=True) + 1e-5)
         loss = model(x).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-DIVERGES = """
-    for i in range(200):
-        loss = (model(torch.ones(2, 4)) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-"""
 
 
-def test_gradients_that_spike_in_finite_numbers_have_a_line_and_a_number(written, tmp_path, capsys):
-    """A row of 2, whose deviation is 0, becomes 2 / 1e-5 = 2e5: its gradient is that of ones times 4e10."""
-    assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), written(SPIKES, MODEL.replace("0.1", "1e-9"))]) == 0
-    found = capsys.readouterr().out
-    assert found.startswith("gradients that spike") and "  # here" in found and "iteration 6" in found
-    assert "the smallest divisor is 1e-05; gradients are " in found and "most likely in float32 too" in found
-    assert torch.load(tmp_path / "saved.pt")["calls"][0][0][0][1].eq(torch.tensor(2.0) / 1e-5).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_run_that_diverges_is_told_to_lower_its_learning_rate(dtype, written, capsys):
-    """(w - 1)^2 of four weights whose curvature is 8 has a factor of 1 - 8 * rate: it diverges above a rate of 0.25."""
-    script, model = textwrap.dedent(DIVERGES), textwrap.dedent(MODEL.replace("0.1", "1.0"))
-    if dtype == "float16":
-        settings = "opt_level='O2', cast_model_type=torch.float16, verbosity=0"
-        model += f"model, optimizer = ampkit.initialize(model, optimizer, {settings})\n"
-        block = "with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()"
-        script = script.replace("loss.backward()", block)
-    main(["diagnose", written(script, model)])
-    found = capsys.readouterr().out
-    assert found.startswith("the run diverges") and "the loss rose from" in found and "lower the learning rate" in found
-    assert "bfloat16 (" not in found and "torch.bfloat16" not in found
-
-
-def test_what_was_not_saved_is_said(written, tmp_path, capsys):
-    assert main(["diagnose", "--save", str(tmp_path / "saved.pt"), written(DIVERGES.replace("200", "3"))]) == 0
-    assert "nothing found in" in (found := capsys.readouterr().out) and "; nothing was saved to" in found
-    assert not (tmp_path / "saved.pt").exists()
+def test_the_batch_whose_gradients_spike_is_saved_and_else_nothing_is(written, tmp_path, capsys):
+    """A row of 2, whose deviation is 0, becomes 2 / 1e-5."""
+    path, model = tmp_path / "saved.pt", MODEL.replace("0.1", "1e-9")
+    assert main(["diagnose", "--save", str(path), written(SPIKES, model)]) == 0
+    assert "the smallest divisor is 1e-05; gradients are " in capsys.readouterr().out
+    assert torch.load(path)["calls"][0][0][0][1].eq(torch.tensor(2.0) / 1e-5).all()
+    path.unlink()
+    assert main(["diagnose", "--save", str(path), written(SPIKES.replace("i == 5", "False"), model)]) == 0
+    assert "nothing found in" in (printed := capsys.readouterr().out) and "; nothing was saved to" in printed
+    assert not path.exists()

@@ -176,29 +176,6 @@ def test_after_a_step_that_raised_the_next_is_told_of(level):
     assert [one for one in told if "step" in one] == ["step of Failing", "step of Failing", "stepped"]
 
 
-def test_a_pass_inside_of_a_backward_pass_is_a_part_of_it():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    x = torch.ones(2, 4, requires_grad=True)
-    with logged() as told:
-        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).sum().backward()
-    assert told.count("backward") == told.count("/backward") == 1
-
-
-def test_a_listener_that_ends_while_it_is_told_leaves_the_others():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    stack = contextlib.ExitStack()
-
-    class Once(Log):
-        def step_begins(self, optimizer):
-            stack.close()
-
-    stack.enter_context(events.listening(Once(), events.steps))
-    with logged() as told:
-        plain(model, optimizer, [1.0, 1.0])
-    assert told.count("stepped") == 2 and not events.listeners
-
-
 @pytest.mark.parametrize("first", ["session", "listener"])
 def test_torch_is_as_it_was_whoever_ends_first(first):
     before = torch.autograd.backward, torch.amp.GradScaler.step

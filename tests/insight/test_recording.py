@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,12 +65,6 @@ def case(function, dtypes_in, dtype_out, reason, model=lambda: nn.Linear(8, 8), 
 @case("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables')
 def a_row_of_the_tables(model, x):
     model(x)  # here
-
-
-@case("softmax", {BF16}, FP32, 'float32: row "softmax" of the tables')
-def a_row_in_float32(model, x):
-    y = model(x)
-    F.softmax(y, -1)  # here
 
 
 @case("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables')
@@ -195,8 +190,6 @@ if hasattr(F, "grouped_mm"):  # newer torch
     PRODUCTS += [
         (grouped, [(32, 16), (2, 16, 8)], 2 * 32 * 16 * 8, 2, "yes"),  # rows 0-7 by the first, 8-31 by the second
         (grouped, [(2, 24, 16), (2, 16, 8)], 2 * 2 * 24 * 16 * 8, 2, "yes"),
-        (grouped, [(2, 8, 16), (16, 32)], 2 * 8 * 16 * 32, 2, "yes"),
-        (grouped, [(8, 32), (32, 16)], 2 * 8 * 32 * 16, 2, "yes"),
     ]
 
 
@@ -245,25 +238,6 @@ def test_what_other_jobs_take_is_no_time_of_an_operator(wait):
     assert "is_kept_waiting" in str(record) and record.seconds < 0.2
 
 
-def test_a_copy_inside_of_a_product_is_a_part_of_it():
-    q, k = (
-        torch.randn(2, 10, 3, 8).transpose(1, 2),
-        torch.randn(2, 10, 3, 8).transpose(1, 2),
-    )  # copied for the batched product
-    (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
-    assert (row.function, row.calls, row.flops) == ("matmul", 1, 2 * 2 * 3 * 10 * 10 * 8)
-    with torch.autocast("cpu", BF16):
-        (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
-    assert (row.calls, row.casts, row.bytes_cast) == (1, 2, 2 * (q.numel() + k.numel()))
-
-
-def test_groups_of_a_convolution_and_a_mask_of_gradients_count():
-    x, weight = torch.randn(2, 8, 6, 6), torch.randn(16, 2, 3, 3, requires_grad=True)  # no gradient of x
-    record = recorded(lambda: F.conv2d(x, weight, groups=4).sum().backward())
-    flops = 2 * 2 * 16 * 4 * 4 * 2 * 9
-    assert [row.flops for row in record.calls if row.flops] == [flops, flops]
-
-
 def test_an_lstm_counts_the_products_of_all_its_steps():
     lstm, x = nn.LSTM(16, 8, batch_first=True), torch.randn(2, 5, 16)
     record = recorded(lambda: lstm(x)[0].sum().backward())
@@ -309,23 +283,6 @@ def test_a_weight_that_a_call_uses_twice_is_cast_once_at_o1_and_never_at_o2(leve
     assert casts == ({"0.weight": 1.0, "0.bias": 1.0} if level == "O1" else {})
     # The input; at O1 weight and bias, at O2 the output of the model, to float32.
     assert sum(row.bytes_cast for row in rows) == 2 * 4 * 8 + (2 * (8 * 8 + 8) if level == "O1" else 4 * 4 * 8)
-
-
-class _Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        x = x * self.scale
-        return torch.relu(x) @ self.weight
-
-
-def test_a_float32_product_names_what_promoted_its_input():
-    model, x = _Scaled(), torch.randn(4, 8, dtype=BF16)
-    (row,) = [row for row in recorded(lambda: model(x)).calls if row.flops]
-    promoted = inspect.getsourcelines(_Scaled)[1] + 6
-    assert row.tensor_cores == f"no: float32, promoted at test_recording.py:{promoted} by parameter 'scale'"
 
 
 # Lines and modules
@@ -387,7 +344,7 @@ def test_an_optimizer_step_is_one_row_and_ends_an_iteration():
 
 
 def test_a_closure_is_no_part_of_the_step():
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def closure():
@@ -396,25 +353,10 @@ def test_a_closure_is_no_part_of_the_step():
         loss.backward()
         return loss
 
-    with torch.no_grad():
-        model.weight.fill_(0.5), model.bias.zero_()
-    x = torch.ones(4, 8)
     record = recorded(lambda: [optimizer.step(closure), optimizer.step(closure=closure)])
     assert record.iterations == 2
     calls = {row.phase: row.calls for row in record.calls if row.function in ("linear", "step")}
     assert calls == {"forward": 2, "backward": 2, "step": 2}
-
-
-def test_weights_of_one_name_are_counted_apart():
-    heads = [nn.Linear(8, 2 + i) for i in range(3)]
-    x = torch.randn(4, 8)
-
-    def iteration():
-        with torch.autocast("cpu", BF16):
-            sum(head(x).float().sum() for head in heads).backward()
-
-    weights = [cast for cast in recorded(iteration).casts if "weight" in cast[0]]
-    assert weights == [("weight", 1.0, 32), ("Linear.weight", 1.0, 48), ("Linear.weight", 1.0, 64)]
 
 
 def test_iterations_are_those_of_the_optimizer_that_steps_first():
@@ -429,13 +371,6 @@ def test_iterations_are_those_of_the_optimizer_that_steps_first():
                     optimizer.step()
 
     assert recorded(iteration).iterations == 3
-
-
-def test_rows_of_one_line_name_their_own_modules():
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 10)).bfloat16()
-    record = recorded(lambda: model(torch.ones(4, 64, dtype=BF16)))
-    of = {row.module: "N = 10" in row.tensor_cores for row in record.calls if row.function == "linear"}
-    assert of == {"0": False, "1": True}
 
 
 def test_json_has_rows_in_plain_words_and_names_no_folders(tmp_path):
@@ -485,34 +420,13 @@ def test_an_exception_inside_goes_on_and_leaves_torch_as_it_was():
 
 
 def test_a_recording_inside_of_another_is_refused_in_every_thread():
-    errors = []
-
-    def in_a_thread():
-        try:
-            recorded(lambda: None)
-        except ConfigurationError as error:
-            errors.append(error)
-
     with ampkit.recording():
+        with ThreadPoolExecutor() as pool:
+            error = pool.submit(recorded, lambda: None).exception()
         with pytest.raises(ConfigurationError, match="while another recording runs"):
             recorded(lambda: None)
-        thread = threading.Thread(target=in_a_thread)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
-    recorded(in_a_thread)  # and the refusal has ended nothing
-
-
-def test_another_thread_is_not_recorded():
-    x = torch.randn(4, 8)
-    thread = threading.Thread(target=lambda: nn.Linear(8, 8)(x))
-
-    def iteration():
-        thread.start()
-        thread.join()
-        x @ x.t()
-
-    assert [row.function for row in recorded(iteration).calls] == ["matmul"]
+    assert isinstance(error, ConfigurationError)
+    recorded(lambda: None)  # and the refusal has ended nothing
 
 
 def test_results_are_those_without_a_recording():
@@ -532,26 +446,6 @@ def test_results_are_those_without_a_recording():
     plain = losses()
     with ampkit.recording():
         assert losses() == plain
-
-
-class _Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.never, self.norm = nn.Linear(4, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d()
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-def test_a_lazy_module_that_was_never_called_is_passed_over():
-    model = _Lazy()
-
-    def iteration():
-        model(torch.ones(2, 4)).sum().backward()
-
-    linear = [row for row in recorded(iteration).calls if (row.function, row.phase) == ("linear", "forward")]
-    assert [row.calls for row in linear] == [1]
-    assert not ampkit.diagnose(iteration) and not ampkit.diagnose(iteration, against="fp32")
 
 
 # Printed words

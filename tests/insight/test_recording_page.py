@@ -83,7 +83,7 @@ def test_it_shows_the_rows_and_the_source(page):
 
 
 def an_apex_script(folder):
-    return ["--device", "cpu", ROOT / "tests" / "apex" / "scripts" / "gan.py", "--iterations", "9"], "conv_transpose2d"
+    return ["--device", "cpu", ROOT / "tests" / "apex" / "scripts" / "classify.py", "--opt-level", "O1"], "conv2d"
 
 
 def the_imagenet_example(folder):

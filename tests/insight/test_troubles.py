@@ -33,6 +33,24 @@ ROWS = {
         "a loss divided by the variance of its targets": ("right", "right", "right"),
         "a schedule that raises the learning rate": ("right", "right", "right"),
     },
+    ("plain",): dict.fromkeys(
+        (
+            "a row divided by its norm",
+            "a softmax whose row is all masked",
+            "a root of negative numbers",
+            "a batch whose targets are all ignored",
+            "a table of another dtype",
+            "a frozen teacher in bfloat16",
+            "a row divided by a small deviation",
+            "an optimizer over another model",
+            "a head that is newer than the optimizer",
+            "a layer in a list",
+            "positions in float64",
+            "no lower precision at all",
+        ),
+        ("right",),
+    ),
+    ("O1",): dict.fromkeys(("a region without casts", "a width of 60", "the norm of each gradient, read"), ("right",)),
 }
 
 

@@ -146,21 +146,6 @@ def test_names_on_the_pages_exist(page):
             resolved(name)
 
 
-# docs/training.md, Fused optimizers; docs/migrating.md, Apex's neighbours.
-@pytest.mark.parametrize(
-    "module, names",
-    [
-        ("ampkit.optimizers", "FusedAdam FusedSGD"),
-        ("ampkit.parallel", "SyncBatchNorm convert_syncbn_model fully_shard"),
-        ("ampkit.apex", "install uninstall is_installed"),
-    ],
-)
-def test_rooms_export_what_the_pages_promise(module, names):
-    module = importlib.import_module(module)
-    assert [name for name in names.split() if not callable(getattr(module, name, None))] == []
-    assert set(names.split()) <= set(getattr(module, "__all__", names.split()))
-
-
 def test_environment_variables_on_the_pages_are_read_somewhere():
     sources = [*(ROOT / "ampkit").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
     read = {name for path in sources for name in re.findall(r"AMPKIT_[A-Z_]+", path.read_text())}

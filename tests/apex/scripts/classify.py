@@ -28,32 +28,6 @@ def parse():
     return parser.parse_args()
 
 
-class Prefetcher:
-    def __init__(self, loader):
-        self.loader = iter(loader)
-        self.stream = torch.cuda.Stream()
-        self.mean = torch.tensor([0.5]).cuda().view(1, 1, 1, 1)
-        self.preload()
-
-    def preload(self):
-        try:
-            self.next_input, self.next_target = next(self.loader)
-        except StopIteration:
-            self.next_input = self.next_target = None
-            return
-        with torch.cuda.stream(self.stream):
-            self.next_input = self.next_input.cuda(non_blocking=True).float().sub_(self.mean)
-            self.next_target = self.next_target.cuda(non_blocking=True)
-
-    def next(self):
-        torch.cuda.current_stream().wait_stream(self.stream)
-        batch = self.next_input, self.next_target
-        if batch[0] is not None:
-            batch[0].record_stream(torch.cuda.current_stream())
-        self.preload()
-        return batch
-
-
 class Images(torch.utils.data.Dataset):
     def __len__(self):
         return 12
@@ -93,10 +67,9 @@ def main():
     criterion = nn.CrossEntropyLoss().cuda()
     loader = torch.utils.data.DataLoader(Images(), batch_size=4, pin_memory=True)
     for _epoch in range(2):
-        prefetcher = Prefetcher(loader)
-        input, target = prefetcher.next()
-        while input is not None:
-            output = model(input)
+        for input, target in loader:
+            input, target = input.cuda(non_blocking=True), target.cuda(non_blocking=True)
+            output = model(input - 0.5)
             loss = criterion(output, target)
             optimizer.zero_grad()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -105,7 +78,6 @@ def main():
             if args.distributed:
                 dist.all_reduce(loss.data)
             torch.cuda.synchronize()
-            input, target = prefetcher.next()
     with torch.no_grad():
         model.eval()
         first = next(model.parameters())
