@@ -1,6 +1,7 @@
 """Each page of the site in a browser, at three widths, light and dark: nothing is cut off, and no drawing has words outside of it.
 
-Where no browser is on the PATH (Debian's chromium for one), or no mkdocs, the tests are skipped and say so.
+Where no browser is on the PATH (Debian's chromium for one), or no mkdocs, the tests are skipped and say so. With ``SCREENS=1`` set,
+``build/screens/`` gets a picture of each page, to look at.
 """
 
 import json
@@ -59,13 +60,26 @@ def found_in(paths, script, folder, width=1400, dark=False):
     values = {"SOURCES": [path.as_uri() for path in paths], "WIDTH": width, "SCRIPT": script}
     page = re.sub("SOURCES|WIDTH|SCRIPT", lambda name: json.dumps(values[name[0]]), FRAMES)
     (folder / "frames.html").write_text(page)
-    options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage --dump-dom"
-    options += " --allow-file-access-from-files --virtual-time-budget=60000"
-    theme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    command = [BROWSER, *options.split(), theme, f"--user-data-dir={folder}", (folder / "frames.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    (title,) = re.findall("<title>(.*?)</title>", done.stdout, re.DOTALL)
+    printed = browse(folder / "frames.html", folder, dark, "--dump-dom", "--allow-file-access-from-files")
+    (title,) = re.findall("<title>(.*?)</title>", printed, re.DOTALL)
     return {str(path): found for path, found in zip(paths, json.loads(unescape(title)), strict=True) if found}
+
+
+def take_pictures(pages, site, width, dark, profile):
+    for path in pages:
+        name = str(path.relative_to(site).with_suffix("")).replace("/index", "").replace("/", "-")
+        picture = ROOT / "build" / "screens" / f"{name}-{width}-{'dark' if dark else 'light'}.png"
+        browse(path, profile, dark, f"--window-size={width},2400", f"--screenshot={picture}")
+
+
+def browse(path, profile, dark, *more):
+    """Return what Chromium prints for a page."""
+    options = (
+        "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage --virtual-time-budget=60000"
+    )
+    theme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    command = [BROWSER, *options.split(), theme, f"--user-data-dir={profile}", *more, path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +95,10 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_no_page_is_cut_off(site, width, dark, tmp_path):
-    assert found_in(sorted(site.rglob("*.html")), CUT_OFF, tmp_path, width, dark) == {}
+    pages = sorted(site.rglob("*.html"))
+    if os.environ.get("SCREENS"):
+        take_pictures(pages, site, width, dark, tmp_path)
+    assert found_in(pages, CUT_OFF, tmp_path, width, dark) == {}
 
 
 @pytest.mark.slow

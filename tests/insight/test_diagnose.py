@@ -289,6 +289,19 @@ def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
     ]
 
 
+def test_complex_numbers_and_sparse_gradients_are_looked_at():
+    x = leaf(100.0 + 0.0j, 1.0, dtype=torch.complex64)
+    diagnosis = diagnose(lambda: torch.exp(x).abs().sum().backward())
+    assert diagnosis.culprit.evidence == "max |input| = 100, exp needs 2.688e+43, complex64 ends at 3.4e+38"
+
+    table = nn.Embedding(2, 1, sparse=True)
+    with torch.no_grad():
+        table.weight.fill_(0.0)
+    diagnosis = diagnose(lambda: table(torch.tensor([1, 1])).sqrt().sum().backward())
+    assert (diagnosis.culprit.kind, diagnosis.culprit.function) == (DIVISION, "torch.Tensor.sqrt")
+    assert table.weight.grad is None
+
+
 # State afterwards is as before
 
 
@@ -380,6 +393,29 @@ def test_the_warning_after_25_skips_names_the_call(caplog):
         optimizer.step()
     (warning,) = [one.message for one in caplog.records if "25 steps in a row" in one.message]
     assert "print(ampkit.diagnose(iteration))" in warning
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"), [("mul_", "not finite before the iteration"), ("copy_", "overflow of the format")]
+)
+def test_what_a_tensor_held_counts_where_an_operator_reads_what_it_writes(write, kind):
+    weight = leaf(1.0, 1.0)
+    held = torch.full((2,), torch.nan, dtype=torch.float16)
+    large = torch.tensor([1e6, 1.0])
+
+    def iteration():
+        getattr(held, write)(large)
+        (weight * held).sum().backward()
+
+    assert diagnose(iteration).culprit.kind == kind
+
+
+def test_running_statistics_of_a_scripted_module_are_read_and_put_back():
+    norm = torch.jit.script(nn.BatchNorm1d(2))
+    x = torch.tensor([[1.0, 2.0], [float("inf"), 4.0]], requires_grad=True)
+    diagnosis = diagnose(lambda: norm(x).square().sum().backward())
+    assert diagnosis.culprit is not None and "not finite before the iteration" in str(diagnosis)
+    assert norm.running_mean.tolist() == [0.0, 0.0] and norm.running_var.tolist() == [1.0, 1.0]
 
 
 def test_a_second_diagnosis_deeper_in_the_stack_takes_no_step_either():
