@@ -1,9 +1,7 @@
 """Functions bound before `initialize`, or called below torch.nn.functional: torch.autocast casts them, by its own lists."""
 
-import copy
 import functools
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -118,13 +116,11 @@ def test_what_holds_them_is_not_changed_and_torch_is_given_back(level):
     ampkit.initialize(model, opt_level=level, verbosity=0)
     assert F.softplus is not before and softplus is before
     assert model.function is model.table["f"] is model.table["partial"].func is before and Holder.act is gelu
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.table["f"](X.bfloat16()).shape == X.shape
     reference = weakref.ref(model)
     ampkit.close()
     assert F.softplus is softplus is before and F.linear is linear and torch.mm is mm
     assert {name: vars(model)[name] for name in attributes} == attributes
     assert not torch.is_autocast_enabled("cpu") and linear(X, W).dtype is torch.float32
-    del model, twin
+    del model
     gc.collect()
     assert reference() is None

@@ -278,17 +278,3 @@ def test_compiled_code_disables_casts_after_a_session_of_another_thread():
             return x * 2
 
     assert twice(low).dtype is LOW
-
-
-def test_sessions_of_both_kinds_count_together():
-    function, low = float_function(dtypes), torch.ones(2).bfloat16()
-    patched, cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    ampkit.initialize(patched, opt_level="O1", verbosity=0)
-    ampkit.initialize(cast, opt_level="O2", verbosity=0)
-    with ampkit.disable_casts():
-        assert function(low) == [LOW]
-    assert function(low) == [FULL]
-    ampkit.initialize(patched, enabled=False)
-    assert function(low) == [FULL]
-    ampkit.initialize(cast, enabled=False)
-    assert function(low) == [LOW]

@@ -14,12 +14,8 @@ pytestmark = pytest.mark.switch
 
 DISTRIBUTIONS = {
     "Gamma": lambda a: distributions.Gamma(a, 2 * a),
-    "Beta": lambda a: distributions.Beta(a, a + 1),
     "Dirichlet": distributions.Dirichlet,
     "StudentT": distributions.StudentT,
-    "Chi2": distributions.Chi2,
-    "InverseGamma": lambda a: distributions.InverseGamma(a, a),
-    "FisherSnedecor": lambda a: distributions.FisherSnedecor(a, a + 4),
 }
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from helpers import initialize_quietly, iterate
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -50,10 +49,6 @@ def test_calls_outside_of_the_model_stay_float32():
     assert model.seen == [LOW, LOW]
     assert product() is torch.float32 and not torch.is_autocast_enabled("cpu")
     assert torch.equal(baseline(x), expected)
-
-
-def test_outputs_follow_cast_model_outputs():
-    assert initialized(Watched(), cast_model_outputs=torch.float16)(torch.randn(3, 4)).dtype is torch.float16
 
 
 def test_parts_hand_lower_precision_on():
@@ -141,21 +136,6 @@ def test_trains_as_at_process_scope():
         losses.append(iterate(lambda: F.cross_entropy(model(x), y), optimizer, times=5))  # noqa: B023
         ampkit.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_parametrizations_come_and_go():
-    model, twin = (nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)) for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    x = torch.linspace(-1, 1, 12).reshape(3, 4)
-    initialized(model)
-    for net in (model, twin):
-        parametrize.remove_parametrizations(net[0], "weight")
-        parametrizations.weight_norm(net[1])
-    expected = twin(x)
-    assert not torch.equal(model(x), expected)
-    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
-    ampkit.close()
-    assert type(model[0]) is nn.Linear and torch.equal(model(x), twin(x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
