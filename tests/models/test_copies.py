@@ -14,9 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.apex.optimizers import FusedLAMB
-from ampkit.apex.parallel.LARC import LARC
-from ampkit.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -197,17 +194,6 @@ def test_copy_made_after_a_write_to_a_master_and_to_a_weight_has_both(copied):
     assert (twin.last.weight - torch.tensor(0.2).bfloat16().float()).abs().max() <= 2.0**-11
 
 
-def test_copy_inside_something_else_is_a_copy_too(level):
-    model, optimizer = trained_a_little(level)
-    trainer = {"nets": [model], "wrapped": nn.Sequential(model)}
-    twin = copy.deepcopy(trainer)
-    assert twin["nets"][0] is twin["wrapped"][0]
-    before = values(twin["nets"][0])
-    classify_rows(model, optimizer)
-    assert_same_values(twin["nets"][0].state_dict(), before)
-    assert twin["wrapped"].eval()(X).shape == (3, 2)
-
-
 @pytest.mark.parametrize(
     "copied, level, order",
     [
@@ -248,28 +234,6 @@ def test_parameters_copied_before_their_model_are_those_of_its_copy(level):
     assert_same_values(twin.state_dict(), expected)
 
 
-OPTIMIZERS = {
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.05),
-    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.05),
-    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_pair_of_copies_goes_on_as_the_closed_pair_does(copied, kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    classify_rows(model, optimizer, 2)
-    pairs = [copied((model, optimizer)), (model, optimizer)]
-    ampkit.close()
-    for pair in pairs:
-        train_plainly(*pair)
-    assert_same_values(pairs[0][0].state_dict(), values(model))
-
-
 class Tied(nn.Module):
     """A model with the same weight at both ends."""
 
@@ -290,14 +254,6 @@ def test_tied_weights_of_a_copy_are_tied(copied, trained):
     for part in (copied(model), copied(nn.ModuleList([model.last, model.first]))):
         assert len(list(part.parameters())) == 1 and next(part.parameters()).requires_grad is trained
         assert_plain(part)
-
-
-def test_part_copied_alone_is_plain(copied):
-    model, _ = trained_a_little("O2")
-    for name in ("first", "norm", "rnn", "frozen"):
-        part = copied(model.get_submodule(name))
-        assert_plain(part)
-        assert_same_values(part.state_dict(), values(model.get_submodule(name)))
 
 
 @pytest.mark.parametrize("level", ("O2", "O3"))

@@ -93,20 +93,6 @@ def test_gradients_flow_through_a_part_called_directly():
     assert model.model.encoder.conv.weight.grad.dtype is LOW
 
 
-@pytest.mark.parametrize("part", ["whole", "encoder"])
-def test_compiled_parts_cast_too(part):
-    model = translator()
-    model.model.decoder = nn.RNNCell(8, 8)  # dynamo traces no layers of them
-    model.forward = lambda x: model.head(model.model.decoder(model.model.encoder(x)[:, 0]))
-    ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
-    called = model if part == "whole" else model.model.encoder
-    with torch.no_grad():
-        expected = called(sound())
-        found = torch.compile(called, backend="aot_eager", fullgraph=True)(sound())
-    assert found.dtype is expected.dtype
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_weight_used_outside_of_its_model_has_the_row_of_the_tables(level):
     exact, x = translator(), torch.linspace(-1, 1, 24).view(3, 8)

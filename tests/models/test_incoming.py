@@ -276,28 +276,6 @@ def test_a_table_of_integers_is_left_alone(level, make, dtype, alone):
     assert torch.equal(model.table, values) and {p.dtype for p in model.parameters()} == before
 
 
-class TiedNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.rnn, self.head = nn.Embedding(7, 4), nn.LSTM(4, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.head(self.rnn(self.embedding(x))[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_recurrent_layers_and_tied_weights_come_back_as_they_were(level):
-    model, tokens = TiedNet().bfloat16(), torch.arange(6).reshape(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    iterate(lambda: model(tokens).float().square().mean(), optimizer)
-    ampkit.close()
-    assert model.head.weight is model.embedding.weight
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    model(tokens)
-
-
 # -- where calls are cast, what no optimizer holds stays as it came, but at O3
 
 

