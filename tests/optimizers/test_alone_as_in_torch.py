@@ -36,10 +36,6 @@ def value(param, optimizer):
     return (param.detach() if rest is None else kernels.join(param.detach(), rest)).double()
 
 
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 class Pair:
     """A script run with ampkit's optimizer, and with torch's over float32 copies."""
 
@@ -174,16 +170,6 @@ def test_two_optimizers_over_one_parameter_keep_one_rest(kinds):
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for optimizer in alone:
         assert ((value(param, optimizer) - twin.detach()).abs() < 2e-5).all()
-
-
-def test_an_optimizer_made_later_goes_on_with_the_rest_of_the_one_before():
-    param = nn.Parameter(torch.ones(4, dtype=BF16))
-    first = SGD([param], lr=1e-4)
-    param.grad = torch.ones(4, dtype=BF16)
-    first.step()
-    second = AdamW([param], lr=0.0)
-    second.step()
-    assert ((value(param, second) - 0.9999).abs() < 1e-6).all()
 
 
 # torch's scaler unscales no float16 gradients.
