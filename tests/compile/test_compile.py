@@ -533,14 +533,6 @@ def test_code_on_disk_is_kept_apart_by_what_is_cast(monkeypatch):
 # -- copies, containers
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_deep_copy_of_a_model_compiles(level):
-    model, optimizer, inputs, targets = initialized(make_mlp, level)
-    step_of_forward(compiled_module(model), optimizer, inputs, targets)
-    twin = copy.deepcopy(model)
-    torch.testing.assert_close(torch.compile(twin, backend="aot_eager")(inputs), twin(inputs))
-
-
 Pair = collections.namedtuple("Pair", "first second")
 CONTAINERS = {
     "tuple": lambda y: (y, y),

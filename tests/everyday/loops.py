@@ -47,52 +47,6 @@ def low_rank_adapters_over_a_frozen_base(run):
     return learn(run, model, optimizer, lambda _: run.error(model, x, y))
 
 
-class Climbing(torch.optim.Optimizer):
-    """SAM as a class around another optimizer, as it goes from repository to repository."""
-
-    def __init__(self, params, base, rho=0.1, **settings):
-        super().__init__(params, dict(rho=rho, **settings))
-        self.base = base(self.param_groups, **settings)
-        self.param_groups = self.base.param_groups
-
-    def params(self):
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def first_step(self):
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in self.params()]), p=2)
-        for p in self.params():
-            self.state[p]["old"] = p.data.clone()
-            p.add_(p.grad * (self.defaults["rho"] / (norm + 1e-12)).to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for p in self.params():
-            p.data = self.state[p]["old"]
-        self.base.step()
-        self.zero_grad()
-
-    def step(self, closure=None):
-        self.first_step()
-        torch.enable_grad()(closure)()
-        self.second_step()
-
-
-@script()
-def sam(run):
-    model, _, x, y = regression()
-    optimizer = Climbing(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        for step in (optimizer.first_step, optimizer.second_step):
-            losses.append(run.error(model, x, y))
-            run.backward(losses[-1], optimizer)
-            step()
-    return {"losses": losses, "weights": way()}
-
-
 # -- more of torch.autograd
 
 
