@@ -227,20 +227,6 @@ def test_tables_win_over_the_lists_of_autocast():
         assert torch.prod(x.bfloat16()).dtype is LOW  # on the CPU torch.autocast has it in float32
 
 
-LOWERED = {
-    "torch.prod": lambda x: torch.prod(x),
-    "torch.Tensor.prod": lambda x: x.prod(),
-    "torch.nn.functional.mse_loss": lambda x: F.mse_loss(x, x),
-    "torch.Tensor.cumsum": lambda x: x.cumsum(0),
-}
-
-
-@pytest.mark.parametrize("name", LOWERED)
-def test_rows_that_a_user_lowers_are_not_raised_by_autocast(name, in_python):
-    with o1(policy={name: "lower"}, in_python=in_python):
-        assert LOWERED[name](torch.rand(2, 2)).dtype is LOW
-
-
 def test_initialized_in_one_thread_closed_in_another():
     model = initialized(nn.Linear(2, 2))
     assert torch.is_autocast_enabled("cpu")
@@ -276,17 +262,13 @@ def as_torch_is():
     return not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled() and product() is torch.float32
 
 
-@pytest.mark.parametrize("calls_again", [True, False], ids=["at the next call of ours", "soon after its end"])
-def test_session_closed_inside_a_region_is_switched_off(calls_again):
+def test_session_closed_inside_a_region_is_switched_off_soon_after_its_end():
     initialized(nn.Linear(2, 2))
     with torch.autocast("cpu"):
         ampkit.close()
     deadline = time.monotonic() + 60
-    if calls_again:
-        ampkit.close()
-    else:
-        while torch.is_autocast_enabled("cpu") and time.monotonic() < deadline:
-            time.sleep(0.01)
+    while torch.is_autocast_enabled("cpu") and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert as_torch_is()
 
 

@@ -91,20 +91,6 @@ def test_weight_that_was_cast_without_a_gradient_trains_afterwards(casting, mode
     assert torch.equal(p.grad, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_dead_weight_is_forgotten(casting, trained):
-    """Casts of a weight that gathers gradients keep it alive until they are dropped."""
-    p = nn.Parameter(torch.rand(2, 2), requires_grad=trained)
-    torch.mm(p, p)
-    assert kept(casting) == 1
-    died = weakref.ref(p)
-    del p
-    if trained:
-        casting.caches.drop()
-    gc.collect()
-    assert died() is None and kept(casting) == 0
-
-
 def selected():
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 

@@ -197,7 +197,6 @@ variance = float_function(plain_variance)
     "level, compiled", [("O2", False), ("O2", True), ("O3", False), ("O5", True), ("O2 beside O1", False)]
 )
 def test_float_function_computes_in_float32_in_a_cast_model(level, compiled):
-    torch.manual_seed(0)
     torch._dynamo.reset()
     model, beside = ampkit.initialize(Distance(), opt_level=level[:2], verbosity=0), torch.nn.Linear(2, 2)
     if "beside" in level:
@@ -223,7 +222,6 @@ def test_decorators_hold_outside_of_models_where_an_argument_is_in_lower_precisi
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_disable_casts_suspends_float_function_and_nothing_else(level):
-    torch.manual_seed(0)
     model = ampkit.initialize(Distance(), opt_level=level, verbosity=0)
     x, low = torch.randn(8, 4), torch.ones(2).bfloat16()
     function, seen = float_function(dtypes), []

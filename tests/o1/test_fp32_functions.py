@@ -326,9 +326,3 @@ def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
             assert function(x, -1, dtype=torch.float16).dtype is torch.float16
         if "softmax" in call:
             assert getattr(F, call)(x, dim=-1).dtype is torch.float32
-
-
-def test_kept_function_is_inert_after_close():
-    with o1():
-        layer_norm = F.layer_norm
-    assert layer_norm(torch.randn(64, 96).bfloat16().requires_grad_(), (96,)).dtype is torch.bfloat16
