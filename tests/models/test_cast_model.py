@@ -120,7 +120,6 @@ def test_parametrized_weights_go_by_their_shapes(level, kept):
 @pytest.mark.parametrize("level, dtype", (("O2", F16), ("O5", BF16)))
 def test_norm_keeps_float32_weights_and_trains_close_to_float32(norm, level, dtype):
     make, shape = NORMS[norm]
-    torch.manual_seed(0)
     model = nn.Sequential(Scale(dtype), make(), Noting())
     settings = {} if level == "O5" else {"cast_model_type": dtype}
     assert_like_float32(model, torch.randn(shape), level=level, **settings)
@@ -342,7 +341,6 @@ def test_an_output_that_another_one_is_made_of_can_be_differentiated_by(case, le
         made = outputs[made][0] if isinstance(outputs[made], list) else outputs[made]
         return torch.autograd.grad(made.float().sum(), outputs[by])[0].float()
 
-    torch.manual_seed(0)
     net = Net()
     expected = gradient(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -449,17 +447,6 @@ def test_transformer_encoder_with_a_padding_mask_evaluates_close_to_float32(leve
         found = cast(model, level)(x, src_key_padding_mask=mask)[~mask]
     assert not torch.equal(found.float(), plain)
     torch.testing.assert_close(found.float(), plain, atol=0.08, rtol=0.08)
-
-
-@pytest.mark.parametrize("given", (F32, F16))
-def test_batch_norm_statistics_are_those_of_float32(given):
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    x = (torch.randn(64, 3) * 3 + 100).to(given)
-    cast(model, "O2", cast_model_type=F16)
-    model(x)
-    exact = x.double()  # neither the input nor the statistics are rounded
-    torch.testing.assert_close(model[0].running_mean.double(), 0.1 * exact.mean(0), rtol=1e-5, atol=0)
-    torch.testing.assert_close(model[0].running_var.double(), 0.9 + 0.1 * exact.var(0), rtol=1e-4, atol=0)
 
 
 class Line(nn.Module):

@@ -333,12 +333,6 @@ def fourier_layer(self, x):
     return torch.fft.irfft(mixed, n=x.size(-1))
 
 
-@idiom(lambda: dict(net=mlp(16, 32, 9)), vectors, lambda model, x, y: F.mse_loss(model(x), y[:, 0]))
-def log_determinant(self, x):
-    matrices = self.net(x).view(-1, 3, 3) + 2 * torch.eye(3)
-    return torch.linalg.slogdet(matrices)[1]
-
-
 def priced(generator):
     """Flats of one building: prices near 300,000 that differ by a hundredth."""
     x, y = vectors(generator)

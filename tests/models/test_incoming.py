@@ -196,23 +196,23 @@ def test_a_checkpoint_goes_on_bit_for_bit_loaded_after_initialize_and_a_warning_
         model = born(dtype)
         return model, make([param for param in model.parameters() if param.requires_grad])
 
+    def load():
+        for one, state in zip((model, optimizer), saved):
+            one.load_state_dict(state)
+
     model, optimizer = ampkit.initialize(*begun(), opt_level=level, verbosity=0)
     train(model, optimizer)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer)
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = copy.deepcopy(model.state_dict())
     ampkit.close()
     assert "has state already" not in caplog.text
 
     model, optimizer = begun()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    load()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert (
-        caplog.text.count("has state already") == 1 and "call load_state_dict() of model and optimizer" in caplog.text
-    )
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    assert caplog.text.count("has state already") == 1 and "call load_state_dict() of model and" in caplog.text
+    load()
     train(model, optimizer)
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 

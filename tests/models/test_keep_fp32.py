@@ -77,12 +77,7 @@ class Recomputed(Net):
 
 def initialized(model, level="O1", **settings):
     torch.manual_seed(0)
-    settings = {"opt_level": level, "verbosity": 0, **settings}
-    if level == "O2":
-        settings.setdefault("cast_model_type", BF16)
-    if level == "O1":
-        settings.setdefault("patch_torch_functions_type", BF16)
-    return ampkit.initialize(model, **settings)
+    return ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
 
 
 def distance(found, exact):
