@@ -94,15 +94,3 @@ def test_a_gradient_that_a_script_reads_is_float32_until_it_is_cleared(name):
         if reads:
             assert model.weight.grad.dtype is torch.float32
         assert bytes_held(model) - before == (4 + (4 if reads else 2) + moments) * SHAPE[0] * SHAPE[1]
-
-
-@pytest.mark.parametrize("name", ["float32", "torch's"])
-def test_float32_that_was_handed_out_is_held_no_longer_than_the_script_does(name):
-    before = bytes_held()
-    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], STORED_BF16)
-    train(model, optimizer)
-    saved = model.state_dict()
-    assert saved["weight"].dtype is torch.float32 and bytes_held(model) - before >= (14 + 4) * SHAPE[0] * SHAPE[1]
-    del saved
-    train(model, optimizer)
-    assert bytes_held(model) - before == 14 * SHAPE[0] * SHAPE[1]

@@ -179,17 +179,6 @@ def test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it(dtype)
     assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
 
 
-def test_zeros_that_are_written_to_a_float16_weights_gradient_count():
-    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    for zeroes in (False, True):  # the second step adds nothing
-        optimizer.zero_grad()
-        backward_of_one_weight(model, optimizer, 2.0**-30)
-        if zeroes:
-            model.weight.grad.zero_()
-        optimizer.step()
-        assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
-
-
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_an_optimizer_that_the_block_did_not_name_steps_all_the_same(level, delay):

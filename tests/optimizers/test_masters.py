@@ -172,7 +172,6 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
 @pytest.mark.parametrize("forward_first", (False, True))
 def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, forward_first, make):
     """A head that is exchanged in mid-training. In lower precision Adam divides by 0 in float16, and small steps are lost."""
-    torch.manual_seed(0)
     model, optimizer = with_masters("O2", lambda params: make(params, lr=1e-4), cast_model_type=dtype)
     fit_batch(model, optimizer)
     model.last = nn.Linear(model.last.in_features, model.last.out_features).to(dtype)
@@ -194,7 +193,6 @@ def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, for
 
 
 def test_gradients_from_before_initialize_are_kept():
-    torch.manual_seed(0)
     model = FrozenMiddle()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.randn(3, 4)).sum().backward()
@@ -207,7 +205,6 @@ def test_gradients_from_before_initialize_are_kept():
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_two_optimizers_that_share_parameters_share_their_float32_values(make):
-    torch.manual_seed(0)
     model = FrozenMiddle()
     slow, fast = make(model.parameters(), lr=0.5), make(model.last.parameters(), lr=2.0)
     ampkit.initialize(model, [slow, fast], **at(STORED_BF16, verbosity=0))
@@ -283,7 +280,6 @@ def test_loading_before_initialize_is_the_same_as_after(level):
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
-    torch.manual_seed(0)
     plain = FrozenMiddle()
     plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
     model, optimizer = with_masters("O0", OPTIMIZERS[optimizer_name])
