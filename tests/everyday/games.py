@@ -1,11 +1,11 @@
-"""Models that play against each other, averages of weights, learning to learn, and pairs of views."""
+"""Models that play against each other, learning to learn, and pairs of views."""
 
 import copy
 
 import torch
 from torch.nn import functional as F
 
-from . import ALL, flat, learn, mlp, noise_of, regression, script, way_of
+from . import ALL, learn, mlp, noise_of, regression, script, way_of
 
 # -- several models that play against each other
 
@@ -54,25 +54,6 @@ def wgan_with_a_gradient_penalty(run):
             losses.append(-critic(generator(noise(24, 16))).float().mean())
         run.learn(losses[-1], of_generator)
     return {"losses": losses, "weights": way()}
-
-
-# -- averages of weights
-
-
-@script(ALL)
-def average_through_state_dict(run):
-    model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    twin, average = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    start = flat(average.values())
-
-    def loss_of(_):
-        for name, value in model.state_dict().items():
-            average[name].mul_(0.9).add_(value, alpha=0.1)
-        return run.error(model, x, y)
-
-    found = learn(run, model, optimizer, loss_of, times=10)
-    twin.load_state_dict(average)
-    return found | {"loss": [run.error(twin, x, y)], "averages": [flat(average.values()) - start]}
 
 
 # -- learning to learn

@@ -25,28 +25,6 @@ def sgld(run):
     return stepped(run, edit, times=10, momentum=0.0)
 
 
-class Adapted(nn.Module):
-    """Low-rank adapters over a frozen layer."""
-
-    def __init__(self, base, rank=48):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@script(ALL)
-def low_rank_adapters_over_a_frozen_base(run):
-    base = mlp(64, 96, 96, 2)
-    model = nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in base))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    _, _, x, y = regression()
-    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
-
-
 # -- more of torch.autograd
 
 
