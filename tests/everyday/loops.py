@@ -1,7 +1,6 @@
 """Backward passes, hooks, optimizers, and writes to weights."""
 
 import functools
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, SCRIPTS, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- loops that write weights between two forwards
 
@@ -211,33 +210,10 @@ def steps_in_hooks_without_initialize(run):
     return stepped_in_hooks(run, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), initializes=False)
 
 
-# -- optimizers of torch, given to initialize or not
-
-
-def adamw(run, settings, when, whose):
-    model, _, x, y = regression()
-    other = mlp(4, 2)
-    way, losses = way_of(model), []
-    make = functools.partial(torch.optim.AdamW, model.parameters(), lr=2e-3, **settings)
-    optimizer = make() if when == "before" else None
-    if whose == "the same model":
-        run.begin(model)
-    else:
-        run.begin(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    optimizer = optimizer or make()
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+# -- optimizers of torch
 
 
 ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {"foreach": False}}
-
-for kind, when, whose in itertools.product(ADAMW, ("before", "after"), ("the same model", "another model")):
-    name = f"adamw {kind} made {when} over {whose}"
-    SCRIPTS[name] = functools.partial(adamw, settings=ADAMW[kind], when=when, whose=whose), FLOAT32_WEIGHTS
 
 for kind, settings in ADAMW.items():
     SCRIPTS[f"adamw {kind} given"] = functools.partial(learned_by, make=torch.optim.AdamW, lr=2e-3, **settings), ALL

@@ -274,6 +274,7 @@ def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     model[0].linear1 = Noting(8, 16)
     initialized(model, level, keep_fp32="0.linear1")
+    copy.deepcopy(model)  # which has no hook, and takes none of the model's
     with torch.no_grad():
         model(torch.randn(2, 4, 8))
     assert model[0].linear1.seen is F32

@@ -183,47 +183,7 @@ def test_write_between_two_forwards_is_seen(way, known):
     assert_as_close_as_autocast(script)
 
 
-# -- several forwards and one backward, and one forward that runs twice
-
-
-def siamese(model, forward):
-    pairs = 1 + 0.3 * torch.randn(200, 2, 2, 10)
-    return sum((forward(left) * forward(right)).mean() for left, right in pairs)
-
-
-def recomputed(model, forward, use_reentrant=False):
-    parts = (1 + 0.3 * torch.randn(300, 10)).requires_grad_()
-    return sum(checkpoint(forward, part, use_reentrant=use_reentrant).square().sum() for part in parts.split(1))
-
-
-# The loss that several forwards of a model make, and what is known to ampkit.
-SEVERAL_FORWARDS = {
-    "siamese": (siamese, "model and optimizer"),
-    "siamese, the model": (siamese, "the model"),
-    "siamese, another model": (siamese, "another model"),
-    "recomputed": (recomputed, "model and optimizer"),
-    "recomputed, reentrant": (functools.partial(recomputed, use_reentrant=True), "model and optimizer"),
-}
-
-
-@pytest.mark.parametrize("loop", SEVERAL_FORWARDS)
-def test_gradients_of_several_forwards_add_up_in_float32(loop):
-    loss_of, known = SEVERAL_FORWARDS[loop]
-
-    def script(run):
-        model = make_model()
-        session = begin(run, model, known)
-
-        def forward(x):
-            with run.casts():
-                return model(x).float()
-
-        torch.manual_seed(3)
-        loss_of(model, forward).backward()
-        del session
-        return flat(param.grad for param in model.parameters())
-
-    assert_as_close_as_autocast(script)
+# -- several forwards and one backward
 
 
 def written_before_backward(run, write_of):
@@ -347,19 +307,35 @@ def test_keep_casts_casts_each_weight_once(mode):
     assert casts_made() == 8
 
 
-@pytest.mark.parametrize("calls, uses", [(1, 512), (512, 1)], ids=["one forward", "calls in keep_casts"])
-def test_512_uses_of_a_weight_add_up_in_float32(calls, uses):
+class Residual(nn.Linear):
+    def forward(self, x, uses=1):
+        return sum(super(Residual, self).forward(x) for _ in range(uses))
+
+
+def in_calls(model, x):
+    return sum(model(x).float() for _ in range(512))
+
+
+def in_keep_casts(model, x):
+    with ampkit.keep_casts(model):
+        return in_calls(model, x)
+
+
+USES = {
+    "one forward": lambda model, x: model(x, uses=512),
+    "calls": in_calls,
+    "calls in keep_casts": in_keep_casts,
+    "recomputed": lambda model, x: in_calls(functools.partial(checkpoint, model, use_reentrant=False), x),
+    "recomputed, reentrant": lambda model, x: in_calls(functools.partial(checkpoint, model, use_reentrant=True), x),
+}
+
+
+@pytest.mark.parametrize("how", USES)
+def test_512_uses_of_a_weight_add_up_in_float32(how):
     """In bfloat16 a sum of equal terms stops at 256 of them: 512 would be half."""
-
-    class Residual(nn.Linear):
-        def forward(self, x):
-            return sum(super(Residual, self).forward(x) for _ in range(uses))
-
     model = Residual(4, 4, bias=False)
     initialized(model)
-    with ampkit.keep_casts(model):
-        loss = sum(model(torch.ones(1, 4)).float().sum() for _ in range(calls))
-    loss.backward()
+    USES[how](model, torch.ones(1, 4, requires_grad=True)).float().sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 512.0))
 
 
