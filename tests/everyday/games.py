@@ -1,11 +1,11 @@
-"""Models that play against each other, learning to learn, and pairs of views."""
+"""Models that play against each other, and pairs of views."""
 
 import copy
 
 import torch
 from torch.nn import functional as F
 
-from . import ALL, learn, mlp, noise_of, regression, script, way_of
+from . import ALL, learn, mlp, noise_of, script, way_of
 
 # -- several models that play against each other
 
@@ -54,37 +54,6 @@ def wgan_with_a_gradient_penalty(run):
             losses.append(-critic(generator(noise(24, 16))).float().mean())
         run.learn(losses[-1], of_generator)
     return {"losses": losses, "weights": way()}
-
-
-# -- learning to learn
-
-
-def tasks(count, seed=5):
-    noise = noise_of(seed)
-    for _ in range(count):
-        x, direction = noise(24, 64), noise(64, 2)
-        yield x[:12], x[12:], (x[:12] @ direction / 8).sin(), (x[12:] @ direction / 8).sin()
-
-
-@script()
-def maml(run):
-    model, optimizer, _, _ = regression(make=torch.optim.Adam, lr=2e-3)
-
-    def loss_of(index):
-        total, batch = 0.0, list(tasks(2, index))
-        for x, other_x, y, other_y in batch:
-            fast = dict(model.named_parameters())
-            for _ in range(2):
-                with run.casts():
-                    output = torch.func.functional_call(model, fast, (x,))
-                slopes = torch.autograd.grad(F.mse_loss(output.float(), y), list(fast.values()), create_graph=True)
-                fast = {name: value - 0.1 * slope for (name, value), slope in zip(fast.items(), slopes)}
-            with run.casts():
-                output = torch.func.functional_call(model, fast, (other_x,))
-            total = total + F.mse_loss(output.float(), other_y) / len(batch)
-        return total
-
-    return learn(run, model, optimizer, loss_of, times=4)
 
 
 # -- pairs of views

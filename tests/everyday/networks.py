@@ -154,15 +154,6 @@ def parts_of_weights(run):
 
 
 @script()
-def encoder_of_torch(run):
-    torch.manual_seed(39)
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    x = noise_of(40)(4, 8, 64)
-    return trained(run, model, x, x.roll(1, 1), lr=0.5)
-
-
-@script()
 def channels_last(run):
     torch.manual_seed(43)
     model = nn.Sequential(nn.Conv2d(16, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 16, 3, padding=1))

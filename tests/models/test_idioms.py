@@ -153,11 +153,6 @@ def tokens(generator):
     return ids[:, :-1], ids[:, 1:]
 
 
-def last_token(generator):
-    x, y = tokens(generator)
-    return x, y[:, -1]
-
-
 def images(generator, size=8):
     y = torch.randint(4, (16,), generator=generator)
     return torch.randn(16, 3, size, size, generator=generator) + drawn(4, 3, size, size)[y], y
@@ -199,12 +194,6 @@ def self_attention(qkv, mask=0.0):
 FILLS = {"of -inf": -math.inf, "of finfo.min": torch.finfo(torch.float32).min}
 
 
-@idiom(lambda fill: decoder(mask=torch.full((12, 12), fill).triu(1)), tokens, classification, variants=FILLS)
-def additive_mask_in_a_buffer(self, ids):
-    x = self.embed(ids)
-    return self.head(x + self_attention(self.qkv(x), self.mask))
-
-
 @idiom(lambda fill: decoder(fill=fill), tokens, classification, variants=FILLS)
 def additive_mask_in_forward(self, ids):
     x = self.embed(ids)
@@ -244,11 +233,6 @@ def rotary_attention(self, x, frequencies):
     return self.out(self_attention(torch.cat([q, k, v], -1)))
 
 
-@idiom(lambda: projections(inv_freq=inverse_frequencies()), long_sequences)
-def rotary_of_inv_freq(self, x):
-    return rotary_attention(self, x, self.inv_freq)
-
-
 @idiom(projections, long_sequences)
 def rotary_in_forward(self, x):
     return rotary_attention(self, x, inverse_frequencies())
@@ -279,23 +263,6 @@ def cell_into_zeros(self, x):
 @idiom(lambda: dict(w=nn.Parameter(drawn(20, 16) / 4), head=nn.Linear(16, 20)), tokens, classification)
 def one_hot(self, ids):
     return self.head(torch.relu(F.one_hot(ids, 20).float() @ self.w))
-
-
-@idiom(decoder, tokens, classification)
-def where_with_constants(self, ids):
-    x = self.embed(ids)
-    x = torch.where(x > 0, x, torch.tensor(0.01)) * torch.where(ids[..., None] == 0, 0.0, 1.0)
-    return self.head(torch.where(x.abs() < 3, self.qkv(x)[..., :16], torch.zeros(())))
-
-
-def binomial():
-    kernel = torch.tensor([0.5, 1.0, 0.5]).repeat(8, 1, 1)
-    return dict(kernel=kernel, inward=nn.Conv1d(4, 8, 3, padding=1), outward=nn.Conv1d(8, 4, 3, padding=1))
-
-
-@idiom(binomial, signals)
-def constant_kernel(self, x):
-    return self.outward(F.conv1d(F.gelu(self.inward(x)), self.kernel, padding=1, groups=8))
 
 
 # Sets and geometry.
@@ -373,12 +340,6 @@ def running_mean_of_observations(self, x):
 @idiom(lambda: {name: nn.utils.spectral_norm(layer) for name, layer in two_layers().items()}, vectors)
 def old_spectral_norm(self, x):
     return self.outer(F.leaky_relu(self.inner(x)))
-
-
-@idiom(lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="mean"), head=nn.Linear(16, 20)), last_token, classification)
-def embedding_bag(self, ids):
-    offsets = torch.arange(0, ids.numel(), ids.shape[1])
-    return self.head(self.bag(ids.flatten(), offsets))
 
 
 @idiom(lambda: two_layers(g=nn.Parameter(torch.ones(32))), vectors)

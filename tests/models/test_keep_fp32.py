@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit.models.forward import CASTS_KEY
 
 BF16, F32 = torch.bfloat16, torch.float32
 PATCHED, CAST = ("O1", "O5"), ("O2", "O3")
@@ -312,24 +311,6 @@ def test_copy_that_shares_weights_computes_as_the_model_does(copied, level):
     assert torch.equal(twin(x), expected)
     given, found = twin.seen[0]
     assert given.dtype is BF16 and found.dtype is F32
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_closed_session_is_initialized_like_any_model(copied, level):
-    model = initialized(Net(), level, keep_fp32="head")
-    twin = copied(model)
-    ampkit.close()
-    x = torch.randn(6, 12)
-    if level in PATCHED:  # nothing is cast any more
-        assert torch.equal(twin(x), model(x)) and twin.seen[0][0].dtype is F32
-    again = plain_state(model)
-    initialized(twin, level)  # and this time nothing is kept
-    twin.seen.clear()
-    twin(x)
-    assert twin.seen[0][1].dtype is BF16
-    ampkit.close()
-    assert plain_state(model) == again
-    assert {CASTS_KEY in vars(m) for m in model.modules()} == {False}
 
 
 def test_kept_module_copied_alone_is_a_float32_module(level):

@@ -362,9 +362,9 @@ def test_0_dim_tensors_and_numbers_promote_as_in_torch():
 # -- refused
 
 
-def test_in_place_function_on_float16_is_refused():
+def test_in_place_function_on_float16_is_refused(in_python):
     x = torch.ones(2, dtype=torch.float16)
-    with o1(torch.float16) as casting:
+    with o1(torch.float16, in_python=in_python) as casting:
         for call in (lambda: x.exp_(), lambda: x.pow_(2), lambda: torch.exp_(x), lambda: torch.exp_(input=x)):
             with pytest.raises(RefusedOperation, match="returns float32"):
                 call()

@@ -229,15 +229,6 @@ def test_under_the_transforms_of_torch_func_and_in_forward_mode(name):
     assert error(tangent.detach(), exact) < 1e-5 and error(of_dual.detach(), exact) < 1e-5
 
 
-def test_per_sample_gradients():
-    x, weights, call = made("layer_norm", torch.bfloat16)
-    with o1():
-        each = torch.func.vmap(torch.func.grad(lambda w, row: call(row, w, weights[1]).square().sum()), (None, 0))
-        total = each(weights[0].detach(), x.detach()).sum(0)
-        expected = torch.autograd.grad(call(x, *weights).square().sum(), weights[0])[0]
-    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", SAVING)
 def test_without_grad_mode_and_in_inference_mode(name):
     x, weights, call = made(name, torch.bfloat16)
