@@ -161,8 +161,9 @@ def test_what_the_functions_inside_a_model_hand_on(level):
     model, seen = ampkit.initialize(nn.Sequential(Whole(8, 8)), opt_level=level, verbosity=0), []
     model[0].register_forward_hook(lambda module, args, outputs: seen.append(outputs))
     model(torch.linspace(-1, 1, 16).view(2, 8))
-    assert {name for name, found in seen[0].items() if found.dtype is LOW} == {"softmax", "power", "norm"}
-    for name, found in seen[0].items():
-        places = 2**-8 if found.dtype is LOW else 1e-5  # rounded once
+    results = seen[0]
+    assert {name for name, result in results.items() if result.dtype is LOW} == {"softmax", "power", "norm"}
+    for name, result in results.items():
+        places = 2**-8 if result.dtype is LOW else 1e-5  # rounded once
         exact = HANDED_ON[name](model[0].hidden.double()).double()
-        torch.testing.assert_close(found.double(), exact, rtol=places, atol=1e-6)
+        torch.testing.assert_close(result.double(), exact, rtol=places, atol=1e-6)
