@@ -173,8 +173,11 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
 
     def step():
         optimizer.zero_grad()
-        first, then = lambda: backward(loss_of(model), optimizer), optimizer.step
-        then(first) if has_closure else (first(), then())
+        if has_closure:
+            optimizer.step(lambda: backward(loss_of(model), optimizer))
+        else:
+            backward(loss_of(model), optimizer)
+            optimizer.step()
 
     step()  # a warm-up
     optimizer.param_groups[0]["lr"] = 0.1
