@@ -321,6 +321,7 @@ BEHIND_OUTPUTS = {
     ),
     "a narrow picture of a float32 latent": lambda first, second, w: ((second(v := w.float()), v), 0, 1),
     "a list inside": lambda first, second, w: (([second(w).exp()], w), 0, 1),
+    "a parameter": lambda first, second, w: ((second(w).float().square().mean(), first.weight), 0, 1),
     "a narrow one of no gradient": lambda first, second, w: ((second(w).float(), w, w.detach()), 0, 1),
 }
 
