@@ -81,19 +81,6 @@ def test_regions_around_the_call(make, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_disable_casts_inside_of_a_compiled_function(backend):
-    model = initialized(nn.Linear(8, 8))
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def both(x):
-        with ampkit.disable_casts():
-            full = model(x)
-        return full, model(x)
-
-    assert dtypes_of(both(torch.randn(4, 8))) == [torch.float32, LOW]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_a_float32_region_are_float32s(backend):
     class Net(nn.Linear):
         def forward(self, x):

@@ -1,35 +1,13 @@
-"""Models that play against each other, averages of weights, learning to learn, preferences, and pairs of views."""
+"""Models that play against each other, and pairs of views."""
 
 import copy
 
 import torch
 from torch.nn import functional as F
 
-from . import ALL, Writer, flat, learn, mlp, noise_of, regression, script, some_tokens, way_of
+from . import ALL, learn, mlp, noise_of, script, way_of
 
 # -- several models that play against each other
-
-
-@script(ALL)
-def gan(run):
-    generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)
-    of_generator, of_critic = (
-        torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.999)) for m in (generator, critic)
-    )
-    way, noise, losses = way_of(generator, critic), noise_of(2), []
-    run.begin([generator, critic], [of_generator, of_critic])
-    for _ in range(6):
-        real = noise(32, 64).sin()
-        with run.casts():
-            fake = generator(noise(32, 16))
-            of_real, of_fake = critic(real).float(), critic(fake.detach()).float()
-        losses.append(F.softplus(-of_real).mean() + F.softplus(of_fake).mean())
-        run.learn(losses[-1], of_critic)
-        with run.casts():
-            of_fake = critic(fake).float()
-        losses.append(F.softplus(-of_fake).mean())
-        run.learn(losses[-1], of_generator)
-    return {"losses": losses, "weights": way()}
 
 
 @script(ALL)
@@ -76,80 +54,6 @@ def wgan_with_a_gradient_penalty(run):
             losses.append(-critic(generator(noise(24, 16))).float().mean())
         run.learn(losses[-1], of_generator)
     return {"losses": losses, "weights": way()}
-
-
-# -- averages of weights
-
-
-@script(ALL)
-def average_through_state_dict(run):
-    model, optimizer, x, y = regression(make=torch.optim.AdamW, lr=2e-3)
-    twin, average = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    start = flat(average.values())
-
-    def loss_of(_):
-        for name, value in model.state_dict().items():
-            average[name].mul_(0.9).add_(value, alpha=0.1)
-        return run.error(model, x, y)
-
-    found = learn(run, model, optimizer, loss_of, times=10)
-    twin.load_state_dict(average)
-    return found | {"loss": [run.error(twin, x, y)], "averages": [flat(average.values()) - start]}
-
-
-# -- learning to learn
-
-
-def tasks(count, seed=5):
-    noise = noise_of(seed)
-    for _ in range(count):
-        x, direction = noise(24, 64), noise(64, 2)
-        yield x[:12], x[12:], (x[:12] @ direction / 8).sin(), (x[12:] @ direction / 8).sin()
-
-
-@script()
-def maml(run):
-    model, optimizer, _, _ = regression(make=torch.optim.Adam, lr=2e-3)
-
-    def loss_of(index):
-        total, batch = 0.0, list(tasks(2, index))
-        for x, other_x, y, other_y in batch:
-            fast = dict(model.named_parameters())
-            for _ in range(2):
-                with run.casts():
-                    output = torch.func.functional_call(model, fast, (x,))
-                slopes = torch.autograd.grad(F.mse_loss(output.float(), y), list(fast.values()), create_graph=True)
-                fast = {name: value - 0.1 * slope for (name, value), slope in zip(fast.items(), slopes)}
-            with run.casts():
-                output = torch.func.functional_call(model, fast, (other_x,))
-            total = total + F.mse_loss(output.float(), other_y) / len(batch)
-        return total
-
-    return learn(run, model, optimizer, loss_of, times=4)
-
-
-# -- language models that are taught preferences
-
-
-@script(ALL)
-def dpo_with_a_frozen_copy(run):
-    policy = Writer()
-    reference = copy.deepcopy(policy).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    chosen, rejected = some_tokens(8, 12), some_tokens(8, 12, seed=8)
-
-    def log_probability(model, tokens):
-        with run.casts():
-            scores = model(tokens[:, :-1])
-        return scores.float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).sum((1, 2))
-
-    def loss_of(_):
-        with torch.no_grad():
-            before = log_probability(reference, chosen) - log_probability(reference, rejected)
-        margin = log_probability(policy, chosen) - log_probability(policy, rejected) - before
-        return -F.logsigmoid(0.5 * margin).mean()
-
-    return learn(run, [policy, reference], optimizer, loss_of, times=6, of=policy)
 
 
 # -- pairs of views

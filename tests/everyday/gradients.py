@@ -35,22 +35,6 @@ def average_by_lerp_with_casts_off(run):
     return averaged(run, lambda mean, grad: mean.lerp_(grad, 0.01), run.no_casts)
 
 
-@script()
-def momentum_by_hand(run):
-    model, _, x, y = regression()
-    way, losses, velocity = way_of(model), [], {}
-    run.begin(model)
-    for _ in range(15):
-        model.zero_grad()
-        losses.append(run.error(model, x, y))
-        losses[-1].backward()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                velocity[name] = 0.9 * velocity.get(name, 0.0) + p.grad
-                p -= 0.02 * velocity[name]
-    return {"losses": losses, "weights": way(), "velocity": velocity.values()}
-
-
 class Centred(torch.optim.Optimizer):
     """An optimizer with state like the gradients: RMSprop with a mean, as people write it."""
 
@@ -76,57 +60,20 @@ def own_optimizer_with_state_like_gradients(run):
     return learned_by(run, Centred, times=30, lr=0.05)
 
 
-class WatchingSGD(torch.optim.SGD):
-    """An optimizer that adds to torch's step: a slow average of gradients, amplified."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.averages = getattr(self, "averages", {})
-        for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.averages.setdefault(p, torch.zeros_like(p.grad))
-                mean.lerp_(p.grad, 0.01)
-                p.grad.add_(mean, alpha=2.0)
-        return super().step(closure)
-
-
 @script()
-def subclass_that_adds_to_the_step(run):
-    return learned_by(run, WatchingSGD, times=20, lr=0.05)
-
-
-def by_closures(run, optimizer, model, x, y, times, look=lambda: None, **settings):
+def lbfgs(run):
+    model, optimizer, x, y = regression(make=torch.optim.LBFGS, lr=0.2, max_iter=4)
     way = way_of(model)
-    run.begin(model, optimizer, **settings)
+    run.begin(model, optimizer, loss_scale=1.0)
 
     def closure():
         optimizer.zero_grad()
         loss = run.error(model, x, y)
         run.backward(loss, optimizer)
-        look()
         return loss
 
-    losses = [optimizer.step(closure) for _ in range(times)]
+    losses = [optimizer.step(closure) for _ in range(3)]
     return {"losses": losses, "weights": way()}
-
-
-@script()
-def closure_that_looks_at_gradients(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    average = {}
-
-    def look():
-        for p in model.parameters():
-            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
-            p.grad.add_(average[p], alpha=2.0)
-
-    return by_closures(run, optimizer, model, x, y, 12, look) | {"averages": average.values()}
-
-
-@script()
-def lbfgs(run):
-    model, optimizer, x, y = regression(make=torch.optim.LBFGS, lr=0.2, max_iter=4)
-    return by_closures(run, optimizer, model, x, y, 3, loss_scale=1.0)
 
 
 # -- gradients in buckets, and of other models

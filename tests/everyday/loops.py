@@ -1,7 +1,6 @@
 """Backward passes, hooks, optimizers, and writes to weights."""
 
 import functools
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import ALL, FLOAT32_WEIGHTS, SCRIPTS, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
+from . import ALL, SCRIPTS, learn, learned_by, mlp, noise_of, regression, script, stepped, way_of
 
 # -- loops that write weights between two forwards
 
@@ -23,74 +22,6 @@ def sgld(run):
             p.data.add_(noise(*p.shape), alpha=3e-4)
 
     return stepped(run, edit, times=10, momentum=0.0)
-
-
-class Adapted(nn.Module):
-    """Low-rank adapters over a frozen layer."""
-
-    def __init__(self, base, rank=48):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@script(ALL)
-def low_rank_adapters_over_a_frozen_base(run):
-    base = mlp(64, 96, 96, 2)
-    model = nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in base))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    _, _, x, y = regression()
-    return learn(run, model, optimizer, lambda _: run.error(model, x, y))
-
-
-class Climbing(torch.optim.Optimizer):
-    """SAM as a class around another optimizer, as it goes from repository to repository."""
-
-    def __init__(self, params, base, rho=0.1, **settings):
-        super().__init__(params, dict(rho=rho, **settings))
-        self.base = base(self.param_groups, **settings)
-        self.param_groups = self.base.param_groups
-
-    def params(self):
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def first_step(self):
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in self.params()]), p=2)
-        for p in self.params():
-            self.state[p]["old"] = p.data.clone()
-            p.add_(p.grad * (self.defaults["rho"] / (norm + 1e-12)).to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for p in self.params():
-            p.data = self.state[p]["old"]
-        self.base.step()
-        self.zero_grad()
-
-    def step(self, closure=None):
-        self.first_step()
-        torch.enable_grad()(closure)()
-        self.second_step()
-
-
-@script()
-def sam(run):
-    model, _, x, y = regression()
-    optimizer = Climbing(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(6):
-        for step in (optimizer.first_step, optimizer.second_step):
-            losses.append(run.error(model, x, y))
-            run.backward(losses[-1], optimizer)
-            step()
-    return {"losses": losses, "weights": way()}
 
 
 # -- more of torch.autograd
@@ -279,33 +210,10 @@ def steps_in_hooks_without_initialize(run):
     return stepped_in_hooks(run, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), initializes=False)
 
 
-# -- optimizers of torch, given to initialize or not
-
-
-def adamw(run, settings, when, whose):
-    model, _, x, y = regression()
-    other = mlp(4, 2)
-    way, losses = way_of(model), []
-    make = functools.partial(torch.optim.AdamW, model.parameters(), lr=2e-3, **settings)
-    optimizer = make() if when == "before" else None
-    if whose == "the same model":
-        run.begin(model)
-    else:
-        run.begin(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    optimizer = optimizer or make()
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+# -- optimizers of torch
 
 
 ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {"foreach": False}}
-
-for kind, when, whose in itertools.product(ADAMW, ("before", "after"), ("the same model", "another model")):
-    name = f"adamw {kind} made {when} over {whose}"
-    SCRIPTS[name] = functools.partial(adamw, settings=ADAMW[kind], when=when, whose=whose), FLOAT32_WEIGHTS
 
 for kind, settings in ADAMW.items():
     SCRIPTS[f"adamw {kind} given"] = functools.partial(learned_by, make=torch.optim.AdamW, lr=2e-3, **settings), ALL

@@ -1,15 +1,13 @@
 """Kinds of networks, of layers and of weights."""
 
 import functools
-import itertools
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from . import ALL, Writer, learn, mlp, noise_of, regression, script, some_tokens
+from . import ALL, Writer, learn, mlp, noise_of, script, some_tokens
 
 # -- sequences
 
@@ -27,50 +25,6 @@ def tied_table_and_head(run):
     model = Writer(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     return learn(run, model, optimizer, lambda index: of_next_tokens(run, model, some_tokens(8, 12, seed=index)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(20)
-        self.recurrent, self.head = kind(48, 96, batch_first=True), nn.Linear(96, 2)
-
-    def forward(self, x, state=None):
-        output, state = self.recurrent(x, state)
-        return self.head(output), state
-
-
-def detached(state):
-    return state.detach() if isinstance(state, torch.Tensor) else tuple(each.detach() for each in state)
-
-
-def truncated(run, kind):
-    model = Recurrent(kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    x = noise_of(21)(8, 30, 48)
-    y = x[..., :2].cumsum(1).sin()
-    parts, states = list(zip(x.split(5, 1), y.split(5, 1))), [None]
-
-    def loss_of(index):
-        part, wanted = parts[index]
-        with run.casts():
-            output, state = model(part, states[-1])
-        states.append(detached(state))
-        return F.mse_loss(output.float(), wanted)
-
-    return learn(run, model, optimizer, loss_of, len(parts))
-
-
-@script(ALL)
-def rnn_in_chunks(run):
-    return truncated(run, nn.RNN)
-
-
-@script(ALL)
-def lstm_in_chunks(run):
-    # torch.autocast asks oneDNN for an LSTM in bfloat16 also where it has none, and raises.
-    with torch.backends.mkldnn.flags(enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return truncated(run, nn.LSTM)
 
 
 class Block(nn.Module):
@@ -133,23 +87,7 @@ def recomputed_blocks_reentrant(run):
     return write_on(run, Transformer(functools.partial(checkpoint, use_reentrant=True)))
 
 
-# -- images, and layers whose weights are made
-
-
-def with_made_weights(run, make):
-    model, _, x, y = regression()
-    model[0] = make(model[0])
-    return learn(run, model, torch.optim.SGD(model.parameters(), lr=0.1), lambda _: run.error(model, x, y))
-
-
-@script(ALL)
-def spectral_norm(run):
-    return with_made_weights(run, parametrizations.spectral_norm)
-
-
-@script(ALL)
-def weight_norm(run):
-    return with_made_weights(run, parametrizations.weight_norm)
+# -- layers whose weights are made
 
 
 def with_one_half_frozen(run, half):
@@ -168,34 +106,6 @@ def weight_norm_of_fixed_length(run):
 @script(ALL)
 def weight_norm_of_fixed_direction(run):
     return with_one_half_frozen(run, "weight_v")
-
-
-def four_micro_batches(run, backward):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-
-    def losses_of(_):
-        for part, wanted in zip(x.split(8), y.split(8)):
-            yield run.error(model, part, wanted) / 4
-
-    return learn(run, model, optimizer, losses_of, times=5, backward=backward, loss_scale=1.0)
-
-
-@script(ALL)
-def four_micro_batches_in_blocks(run):
-    return four_micro_batches(run, run.backward)
-
-
-@script(ALL)
-def four_micro_batches_unscaled_late(run):
-    delays = itertools.cycle([True, True, True, False])
-    return four_micro_batches(
-        run, lambda loss, optimizer: run.backward(loss, optimizer, **({"delay_unscale": True} if next(delays) else {}))
-    )
-
-
-@script(ALL)
-def four_micro_batches_without_blocks(run):
-    return four_micro_batches(run, lambda loss, optimizer: loss.backward())
 
 
 # -- kinds of weights and of layers
@@ -244,33 +154,12 @@ def parts_of_weights(run):
 
 
 @script()
-def encoder_of_torch(run):
-    torch.manual_seed(39)
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    x = noise_of(40)(4, 8, 64)
-    return trained(run, model, x, x.roll(1, 1), lr=0.5)
-
-
-@script()
 def channels_last(run):
     torch.manual_seed(43)
     model = nn.Sequential(nn.Conv2d(16, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 16, 3, padding=1))
     model = model.to(memory_format=torch.channels_last)
     x = noise_of(44)(4, 16, 8, 8).to(memory_format=torch.channels_last)
     return trained(run, model, x, x.sin(), momentum=0.9)
-
-
-@script(ALL)
-def adversarial_training(run):
-    model, optimizer, x, y = regression(lr=0.05)
-
-    def loss_of(_):
-        nearby = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(run.error(model, nearby, y), nearby)
-        return run.error(model, x + 0.1 * slope / slope.norm(dim=1, keepdim=True), y)
-
-    return learn(run, model, optimizer, loss_of, times=6)
 
 
 @script(ALL)

@@ -6,14 +6,13 @@ Values are compared with the same model in plain float32; bfloat16 has 8 bits of
 import copy
 from abc import ABC
 from collections import OrderedDict, namedtuple
-from typing import Generic, TypeVar
 
 import pytest
 import torch
 from helpers import ResNet
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import ampkit
 
@@ -121,7 +120,6 @@ def test_parametrized_weights_go_by_their_shapes(level, kept):
 @pytest.mark.parametrize("level, dtype", (("O2", F16), ("O5", BF16)))
 def test_norm_keeps_float32_weights_and_trains_close_to_float32(norm, level, dtype):
     make, shape = NORMS[norm]
-    torch.manual_seed(0)
     model = nn.Sequential(Scale(dtype), make(), Noting())
     settings = {} if level == "O5" else {"cast_model_type": dtype}
     assert_like_float32(model, torch.randn(shape), level=level, **settings)
@@ -261,12 +259,12 @@ class ModelOutput(OrderedDict):
 
 X, LABEL, WIDE = torch.ones(2, 3), torch.arange(2), torch.ones(1, dtype=torch.float64)
 CONTAINERS = {
-    "tensor": X,
-    "dict": {"x": X, "label": LABEL, "n": 1},
-    "namedtuple": Pair(X, LABEL),
-    "ModelOutput": ModelOutput(x=X, label=LABEL),
-    "nested": [{"a": (X, [Pair(X, "text")])}, LABEL, None],
-    "PackedSequence": pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 2]), batch_first=True),
+    "tensor": lambda x: x,
+    "dict": lambda x: {"x": x, "label": LABEL, "n": 1},
+    "namedtuple": lambda x: Pair(x, LABEL),
+    "ModelOutput": lambda x: ModelOutput(x=x, label=LABEL),
+    "nested": lambda x: [{"a": (x, [Pair(x, "text")])}, LABEL, None],
+    "PackedSequence": lambda x: pack_padded_sequence(x[..., None], torch.tensor([3, 2]), batch_first=True),
 }
 
 
@@ -281,17 +279,6 @@ def leaves(value):
     return value
 
 
-def expected(value, dtype):
-    """Return `leaves` with float32 replaced."""
-    if isinstance(value, torch.dtype):
-        return dtype if value is F32 else value
-    if isinstance(value, dict):
-        return {key: expected(item, dtype) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(expected(item, dtype) for item in value)
-    return value
-
-
 @pytest.mark.parametrize("level, policy", (("O5", "default"), ("O2", "default"), ("O3", "default"), ("O2", "apex")))
 @pytest.mark.parametrize(
     "case, call", [*((case, "model(x)") for case in CONTAINERS), ("nested", "model.forward(x)"), ("nested", "keyword")]
@@ -299,7 +286,7 @@ def expected(value, dtype):
 def test_containers_keep_their_types_in_and_out(case, call, level, policy):
     """O2 and O5 leave the casts to the calls inside; where all weights are lower precision, inputs are."""
     inside = BF16 if level == "O3" or policy == "apex" else F32
-    model, value = cast(Recorder(), level, policy=policy), CONTAINERS[case]
+    model, value = cast(Recorder(), level, policy=policy), CONTAINERS[case](X)
     before = leaves(value)
     if call == "keyword":
         _, returned = model(value=value)
@@ -308,7 +295,7 @@ def test_containers_keep_their_types_in_and_out(case, call, level, policy):
     else:
         returned = model(value) if call == "model(x)" else model.forward(value)
         received = model.seen[0][0][0]
-    assert leaves(received) == expected(before, inside)
+    assert leaves(received) == leaves(CONTAINERS[case](X.to(inside)))
     assert leaves(returned) == before  # float32 again
     assert leaves(value) == before  # and not edited in place
     if case == "ModelOutput":
@@ -334,6 +321,7 @@ BEHIND_OUTPUTS = {
     ),
     "a narrow picture of a float32 latent": lambda first, second, w: ((second(v := w.float()), v), 0, 1),
     "a list inside": lambda first, second, w: (([second(w).exp()], w), 0, 1),
+    "a parameter": lambda first, second, w: ((second(w).float().square().mean(), first.weight), 0, 1),
     "a narrow one of no gradient": lambda first, second, w: ((second(w).float(), w, w.detach()), 0, 1),
 }
 
@@ -354,7 +342,6 @@ def test_an_output_that_another_one_is_made_of_can_be_differentiated_by(case, le
         made = outputs[made][0] if isinstance(outputs[made], list) else outputs[made]
         return torch.autograd.grad(made.float().sum(), outputs[by])[0].float()
 
-    torch.manual_seed(0)
     net = Net()
     expected = gradient(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -448,47 +435,19 @@ def test_whole_model_trains_and_evaluates_close_to_float32(kind, level, dtype):
     assert_like_float32(make(), *inputs(), level=level, tolerance=tolerance, **settings)
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
-def test_packed_sequence_goes_through_an_lstm(level):
-    lstm = nn.LSTM(1, 2, batch_first=True)
-    packed = CONTAINERS["PackedSequence"]
-    plain, _ = lstm(packed)
-    output, (hidden, cell) = cast(lstm, level)(packed)
-    outputs = BF16 if level == "O5" else F32
-    assert isinstance(output, PackedSequence) and output.data.dtype is hidden.dtype is cell.dtype is outputs
-    torch.testing.assert_close(output.data.float(), plain.data, atol=0.02, rtol=0)
-    assert torch.equal(output.batch_sizes, plain.batch_sizes)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", (False, True))
 @pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
-def test_transformer_encoder_trains_and_evaluates_close_to_float32(level, norm_first):
-    # In eval without grad torch takes a fast path of its own, which wants one dtype throughout.
+def test_transformer_encoder_with_a_padding_mask_evaluates_close_to_float32(level, norm_first):
+    """Without gradients torch takes a fast path of its own, which wants one dtype throughout."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
-    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=not norm_first)
-    assert_like_float32(copy.deepcopy(model), torch.randn(2, 3, 8), level=level, tolerance=0.08)
-    ampkit.close()
-    mask = torch.tensor([[False, False, False], [False, False, True]])
-    twin = copy.deepcopy(model).eval()
-    cast(model, level).eval()
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=not norm_first).eval()
+    x, mask = torch.randn(2, 3, 8), torch.tensor([[False, False, False], [False, False, True]])
     with torch.no_grad():
-        x = torch.randn(2, 3, 8)
-        found = model(x, src_key_padding_mask=mask)[~mask]
-        with ampkit.disable_casts():
-            plain = twin(x, src_key_padding_mask=mask)[~mask]
+        plain = model(x, src_key_padding_mask=mask)[~mask]
+        found = cast(model, level)(x, src_key_padding_mask=mask)[~mask]
+    assert not torch.equal(found.float(), plain)
     torch.testing.assert_close(found.float(), plain, atol=0.08, rtol=0.08)
-
-
-@pytest.mark.parametrize("given", (F32, F16))
-def test_batch_norm_statistics_are_those_of_float32(given):
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    x = (torch.randn(64, 3) * 3 + 100).to(given)
-    cast(model, "O2", cast_model_type=F16)
-    model(x)
-    exact = x.double()  # neither the input nor the statistics are rounded
-    torch.testing.assert_close(model[0].running_mean.double(), 0.1 * exact.mean(0), rtol=1e-5, atol=0)
-    torch.testing.assert_close(model[0].running_var.double(), 0.9 + 0.1 * exact.var(0), rtol=1e-4, atol=0)
 
 
 class Line(nn.Module):
@@ -519,12 +478,8 @@ class Abstract(ABC, Line):
     """A model whose first base has no dict."""
 
 
-class Parametric(Generic[TypeVar("T")], Abstract):
-    """``Parametric[int]`` is the way to write it; the instances' layout is the same."""
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("cls", [Abstract, Parametric, Tagged])
+@pytest.mark.parametrize("cls", [Abstract, Tagged])
 def test_model_with_unusual_bases_keeps_its_class(cls, level):
     model = cls()
     expected = model(torch.ones(3, 2))

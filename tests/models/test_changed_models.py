@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune, remove_weight_n
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import ampkit
-from ampkit.optimizers import FusedAdam
 
 BF16 = torch.bfloat16
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -238,7 +237,6 @@ def resized(model, rows=5):
 @pytest.mark.parametrize("rows", (2, 5))
 @pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
 def test_parameter_of_another_shape_works_and_does_not_break_the_undo(trained, rows):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2))
     model[0].requires_grad_(trained)
     twin = copy.deepcopy(model)
@@ -278,36 +276,17 @@ def test_a_gradient_of_the_shape_before_does_not_break_the_undo(steps):
     assert torch.equal(model[1].bias.grad, torch.full((2,), 3.0))
 
 
-def test_weight_that_is_cut_where_it_lies_trains_as_in_float32():
-    model, twin = make_net(), make_net()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    o2(model, optimizers[0])
-    for one in (model, twin):
-        one[2].weight.data, one[2].bias.data = one[2].weight.data[:2], one[2].bias.data[:2]
-    train(model, optimizers[0])
-    train_in_float32(twin, optimizers[1])
-    assert_close_to(model, twin)
-    model[2].bias.data = model[2].bias.data[:1]
-    model[2].weight.data = model[2].weight.data[:1]
-    optimizers[0].zero_grad()
-    with torch.no_grad():
-        list(ampkit.master_params(optimizers[0]))[-1].add_(1)  # written to, and then cut: the cut is what counts
-    model[2].bias.data, model[2].weight.data = model[2].bias.data[:0], model[2].weight.data[:0]
-    assert_closes_to_float32(model)
-    assert model[2].bias.shape == (0,)
-
-
 def test_one_tensor_of_another_dtype_does_not_break_the_undo():
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     o2(model, optimizer)
     model[0].half()
+    expected = [*(p.detach().float() for p in model[0].parameters()), *make_net()[2].parameters()]
     with pytest.raises(ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16"):
         model(X)
     ampkit.close()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    for (name, found), wanted in zip(model.named_parameters(), make_net().parameters()):
-        torch.testing.assert_close(found, wanted, atol=2**-8 if name.startswith("0.") else 0, rtol=0)
+    assert all(map(torch.equal, model.parameters(), expected))
 
 
 # Modules of two calls
@@ -366,63 +345,7 @@ def test_model_without_a_forward_trains(level):
     torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("values_for", [torch.zeros_like, lambda value: value * 1.001 + 1e-4])
-def test_float32_values_in_the_places_of_all_parameters_are_taken(values_for, level):
-    """Values that bfloat16 holds exactly, as zeros, are no sign that the model was made float32."""
-    model, optimizer = initialize_quietly(make_net(), lambda params: FusedAdam(params, lr=0.01), level)
-    train(model, optimizer)
-    values = [values_for(param.detach().float()) for param in model.parameters()]
-    for param, value in zip(model.parameters(), values):
-        param.data = value
-    model(X)
-    assert model[0].weight.dtype is BF16
-    for param, value, saved in zip(model.parameters(), values, model.state_dict().values()):
-        assert torch.equal(param, value.to(param.dtype))
-        assert torch.equal(saved.float(), value if level == "O2" else param.float())
-    train(model, optimizer)
-
-
 # Averages
-
-STEPS, DECAY = 30, 0.99
-
-
-def through_data(target, online):
-    for mine, its in zip(target.parameters(), online.parameters()):
-        mine.data.mul_(DECAY).add_((1 - DECAY) * its.data)
-
-
-def by_loading(target, online):
-    its = dict(online.named_parameters())
-    target.load_state_dict({name: mine * DECAY + its[name] * (1 - DECAY) for name, mine in target.named_parameters()})
-
-
-def target_after(update, frozen, level):
-    """Train a separate target network, as in SAC and DQN; returns how far it has moved, and its dtype."""
-    online = make_net()
-    target = copy.deepcopy(online).requires_grad_(not frozen)
-    start = copy.deepcopy(target.state_dict())
-    (online, target), optimizer = ampkit.initialize(
-        [online, target], torch.optim.SGD(online.parameters(), lr=0.3), opt_level=level, verbosity=0
-    )
-    for _ in range(STEPS):
-        with torch.no_grad():
-            wanted = target(X).float() + 1
-        iterate(lambda wanted=wanted: (online(X).float() - wanted).square().mean(), optimizer, 1)
-        update(target, online)
-    way = torch.cat([(value - start[name]).flatten() for name, value in target.state_dict().items()])
-    dtypes = {param.dtype for param in target.parameters()}
-    ampkit.close()
-    return way.norm(), dtypes
-
-
-@pytest.mark.parametrize("update, frozen", [(through_data, True), (by_loading, False)])
-@pytest.mark.parametrize("level", ("O2", "O5"))
-def test_a_target_network_that_no_optimizer_holds_stays_float32_and_moves_as_in_float32(update, frozen, level):
-    wanted, _ = target_after(update, frozen, "O0")
-    moved, dtypes = target_after(update, frozen, level)
-    assert dtypes == {torch.float32} and abs(moved - wanted) <= 0.1 * wanted
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit.models.forward import CASTS_KEY
 
 BF16, F32 = torch.bfloat16, torch.float32
 PATCHED, CAST = ("O1", "O5"), ("O2", "O3")
@@ -77,12 +76,7 @@ class Recomputed(Net):
 
 def initialized(model, level="O1", **settings):
     torch.manual_seed(0)
-    settings = {"opt_level": level, "verbosity": 0, **settings}
-    if level == "O2":
-        settings.setdefault("cast_model_type", BF16)
-    if level == "O1":
-        settings.setdefault("patch_torch_functions_type", BF16)
-    return ampkit.initialize(model, **settings)
+    return ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
 
 
 def distance(found, exact):
@@ -279,6 +273,7 @@ def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     model[0].linear1 = Noting(8, 16)
     initialized(model, level, keep_fp32="0.linear1")
+    copy.deepcopy(model)  # which has no hook, and takes none of the model's
     with torch.no_grad():
         model(torch.randn(2, 4, 8))
     assert model[0].linear1.seen is F32
@@ -316,24 +311,6 @@ def test_copy_that_shares_weights_computes_as_the_model_does(copied, level):
     assert torch.equal(twin(x), expected)
     given, found = twin.seen[0]
     assert given.dtype is BF16 and found.dtype is F32
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_of_a_closed_session_is_initialized_like_any_model(copied, level):
-    model = initialized(Net(), level, keep_fp32="head")
-    twin = copied(model)
-    ampkit.close()
-    x = torch.randn(6, 12)
-    if level in PATCHED:  # nothing is cast any more
-        assert torch.equal(twin(x), model(x)) and twin.seen[0][0].dtype is F32
-    again = plain_state(model)
-    initialized(twin, level)  # and this time nothing is kept
-    twin.seen.clear()
-    twin(x)
-    assert twin.seen[0][1].dtype is BF16
-    ampkit.close()
-    assert plain_state(model) == again
-    assert {CASTS_KEY in vars(m) for m in model.modules()} == {False}
 
 
 def test_kept_module_copied_alone_is_a_float32_module(level):
@@ -392,23 +369,14 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
     model = Returning()
     exact = in_float64(model.head)
     initialized(model, level, keep_fp32="head")
-    graphs = []
-
-    def note(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    compiled = torch.compile(model, fullgraph=True, backend=note)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(6, 12)
     eager, outputs = model(x), compiled(x)
     # Inputs of other outputs stay as they are; a trace cannot tell, and casts them.
-    assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:] and len(graphs) == 1
+    assert [y.dtype for y in outputs][1:] == [y.dtype for y in eager][1:]
     assert torch.equal(outputs[0].float(), eager[0].float())
     given, kept, _ = outputs
     assert is_float32s(kept, exact(given.double()))
-    sum(y.float().sum() for y in outputs).backward()
-    compiled(x)
-    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
@@ -444,17 +412,10 @@ class Spectral(nn.Module):
 
 
 def test_kept_module_with_a_complex_weight_computes_in_float32(level):
-    model = nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, keep_fp32=Spectral, verbosity=0, loss_scale=1.0)
+    model = initialized(nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2)), level, keep_fp32=Spectral)
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
-    before = model[1].weight.detach().clone()
-    with ampkit.scale_loss(model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().sum(), optimizer) as loss:
-        loss.backward()
-    wanted = torch.fft.irfft(torch.fft.rfft(seen[0].double()) * before.to(torch.complex128), n=16)
-    assert seen[1].dtype is F32
-    torch.testing.assert_close(seen[1].double(), wanted, rtol=1e-5, atol=1e-6)
-    gradient = model[1].weight.grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(model[1].weight.detach(), before - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+    model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().sum().backward()
+    weight = model[1].weight.detach().to(torch.complex128)
+    assert is_float32s(seen[1], torch.fft.irfft(torch.fft.rfft(seen[0].double()) * weight, n=16))
+    assert model[1].weight.grad.dtype is torch.complex64 and model[1].weight.grad.abs().min() > 0

@@ -17,12 +17,6 @@ class Scaled(nn.Module):
         return 2 * x
 
 
-def in_bfloat16(level):
-    return {"O1": dict(patch_torch_functions_type=torch.bfloat16), "O2": dict(cast_model_type=torch.bfloat16)}.get(
-        level, {}
-    )
-
-
 def model_with(part):
     return nn.Sequential(OrderedDict(body=nn.Linear(4, 4), neck=nn.Sequential(nn.ReLU(), part)))
 
@@ -45,8 +39,7 @@ def test_model_with_a_scripted_part_trains_as_under_autocast(part, level):
         torch.manual_seed(0)
         model = model_with(part())
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        at = level if way == "ours" else "O0"
-        ampkit.initialize(model, optimizer, opt_level=at, verbosity=0, **in_bfloat16(at))
+        ampkit.initialize(model, optimizer, opt_level=level if way == "ours" else "O0", verbosity=0)
 
         def loss():
             x = torch.randn(16, 4)
@@ -69,7 +62,7 @@ def test_scripted_part_that_came_in_bfloat16_is_float32_until_close(part, level)
     model = model_with(part()).bfloat16()
     before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     values = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    ampkit.initialize(model, opt_level=level, verbosity=0, **in_bfloat16(level))
+    ampkit.initialize(model, opt_level=level, verbosity=0)
     frozen = {name for name, param in model.named_parameters() if level in ("O1", "O5") and not param.requires_grad}
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.float(), values[name]), name
@@ -83,10 +76,9 @@ def test_scripted_part_that_came_in_bfloat16_is_float32_until_close(part, level)
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_scripted_model_trains_at_o1(level):
-    torch.manual_seed(0)
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    returned, _ = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **in_bfloat16(level))
+    returned, _ = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert returned is model
     x = torch.randn(64, 4)
     assert model(x).dtype is torch.bfloat16

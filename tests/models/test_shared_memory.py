@@ -32,17 +32,9 @@ def parameter_over_a_transpose(model):
     model.decoder.weight = nn.Parameter(model.encoder.weight.t())
 
 
-def parameter_over_a_view(model):
-    model.decoder.weight = nn.Parameter(model.encoder.weight.data.view(24, 16))
-
-
 def rows_of_another(model):
     model.head = nn.Linear(24, 8)
     model.head.weight = nn.Parameter(model.encoder.weight.data[4:12])
-
-
-def part_of_a_bias(model):
-    model.encoder.bias = nn.Parameter(model.decoder.bias.data[8:])
 
 
 def columns_of_one_tensor(model):
@@ -72,13 +64,8 @@ def flat_buffer(model):
         begin += p.numel()
 
 
-def one_parameter_twice(model):
-    model.again = nn.Linear(24, 16)
-    model.again.weight = model.encoder.weight
-
-
-SHARED = [transposed_data, parameter_over_a_transpose, parameter_over_a_view, rows_of_another, part_of_a_bias]
-APART = [columns_of_one_tensor, interleaved_columns, flat_buffer, one_parameter_twice]
+SHARED = [transposed_data, parameter_over_a_transpose, rows_of_another]
+APART = [columns_of_one_tensor, interleaved_columns, flat_buffer]
 
 
 def named(function):

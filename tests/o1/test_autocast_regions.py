@@ -99,17 +99,6 @@ def test_autocast_around_the_model_changes_nothing():
     assert alone.dtype is around.dtype and torch.equal(alone, around)
 
 
-def test_gradients_of_a_float32_region_are_float32s():
-    weight = torch.randn(64, 64, requires_grad=True)
-    x = torch.randn(64, 64)
-    exact = x.double().t() @ torch.ones(64, 64).double()
-    with o1():
-        with torch.autocast("cpu", enabled=False):
-            y = x @ weight
-        y.sum().backward()
-    assert (weight.grad - exact).abs().max() < 1e-4  # a product in bfloat16 is off by 0.1 and more
-
-
 class Watched(torch.autograd.Function):
     """A function without custom_fwd that notes in what state its backward runs."""
 
@@ -231,32 +220,11 @@ def test_disable_casts_and_regions_nest():
         assert (inside, outside, both, product()) == (LOW, torch.float32, torch.float32, LOW)
 
 
-def test_operators_called_below_the_patches_are_cast():
-    with o1():
-        low, w = torch.randn(2, 2).bfloat16(), nn.Parameter(torch.randn(2, 2))
-        assert torch.ops.aten.mm(low, w).dtype is LOW
-        assert torch._C._nn.linear(low, w).dtype is LOW
-
-
 def test_tables_win_over_the_lists_of_autocast():
     x = torch.rand(4, 4)
     with o1(policy={"torch.mm": "fp32", "torch.prod": "native"}):
         assert torch.mm(x, x).dtype is torch.float32
         assert torch.prod(x.bfloat16()).dtype is LOW  # on the CPU torch.autocast has it in float32
-
-
-LOWERED = {
-    "torch.prod": lambda x: torch.prod(x),
-    "torch.Tensor.prod": lambda x: x.prod(),
-    "torch.nn.functional.mse_loss": lambda x: F.mse_loss(x, x),
-    "torch.Tensor.cumsum": lambda x: x.cumsum(0),
-}
-
-
-@pytest.mark.parametrize("name", LOWERED)
-def test_rows_that_a_user_lowers_are_not_raised_by_autocast(name, in_python):
-    with o1(policy={name: "lower"}, in_python=in_python):
-        assert LOWERED[name](torch.rand(2, 2)).dtype is LOW
 
 
 def test_initialized_in_one_thread_closed_in_another():
@@ -294,17 +262,13 @@ def as_torch_is():
     return not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled() and product() is torch.float32
 
 
-@pytest.mark.parametrize("calls_again", [True, False], ids=["at the next call of ours", "soon after its end"])
-def test_session_closed_inside_a_region_is_switched_off(calls_again):
+def test_session_closed_inside_a_region_is_switched_off_soon_after_its_end():
     initialized(nn.Linear(2, 2))
     with torch.autocast("cpu"):
         ampkit.close()
     deadline = time.monotonic() + 60
-    if calls_again:
-        ampkit.close()
-    else:
-        while torch.is_autocast_enabled("cpu") and time.monotonic() < deadline:
-            time.sleep(0.01)
+    while torch.is_autocast_enabled("cpu") and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert as_torch_is()
 
 

@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import casts_made, o1, torch_left_as_found
+from helpers import Operators, casts_made, o1, torch_left_as_found
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 import ampkit.casting.engine as engine_module
@@ -124,13 +123,12 @@ def test_product_with_a_sparse_matrix_is_computed_and_differentiated_in_float32(
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("derivatives", [1, 2])
 @pytest.mark.parametrize("name", ["i0", "i0e", "i1", "i1e"])
-def test_bessel_functions_have_derivatives_of_what_a_layer_returns(name, derivatives):
+def test_bessel_functions_have_two_derivatives_of_what_a_layer_returns(name):
     def slope(layer_input):
         value = layer_input.clone().requires_grad_()
         result = getattr(torch.special, name)(torch.mm(value, torch.eye(3)))
-        for _ in range(derivatives):
+        for _ in range(2):
             (result,) = torch.autograd.grad(result.sum(), value, create_graph=True)
         return result
 
@@ -141,23 +139,13 @@ def test_bessel_functions_have_derivatives_of_what_a_layer_returns(name, derivat
     torch.testing.assert_close(result, expected, rtol=0.01, atol=0.01)
 
 
-class Copies(TorchDispatchMode):
-    """A mode that counts the copies of tensors that operators make, casts among them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
 def test_float32_input_of_a_blacklisted_call_is_not_copied(dtype, copies, in_python):
     x = torch.rand(3).to(dtype)
     for call in (lambda: F.softmax(x, -1), lambda: x.softmax(-1), lambda: torch.exp(x), lambda: x.norm()):
-        with o1(in_python=in_python), Copies() as seen:
+        with o1(in_python=in_python), Operators() as seen:
             call()
-        assert seen.count == copies
+        assert seen.names.count("_to_copy") + seen.names.count("clone") == copies
 
 
 PROMOTED = {
@@ -186,24 +174,13 @@ def test_mixed_dtypes_meet_in_the_wider_one(name):
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_angles_of_positions_are_float32(in_python):
-    """GPT-NeoX's rotary embedding: in bfloat16 position 511 is 512, and angles are off by more than 1 rad."""
-    positions, frequencies = torch.arange(512).float(), 10000.0 ** -(torch.arange(0, 64, 2) / 64)
-    with o1(in_python=in_python):
-        angles = torch.einsum("i,j->ij", positions, frequencies)
-        of_integers = torch.einsum("i,j->ij", positions.long(), frequencies)
-    assert torch.equal(angles, positions[:, None] * frequencies)
-    assert torch.equal(of_integers, angles)
-    with o1(policy="autocast-cuda", in_python=in_python):  # torch's list, as it is
-        assert (torch.einsum("i,j->ij", positions, frequencies) - angles).abs().max() > 1
-
-
 # Calls of einsum on float32 tensors `x` (3 x 3) and `v` (3), by whether they sum over an index.
 MULTIPLIED = {
     "outer": lambda x, v: torch.einsum("i,j->ij", v, v),
     "outer, implicit": lambda x, v: torch.einsum("i,j", v, v),
     "outer with spaces": lambda x, v: torch.einsum(" i , j -> j i ", v, v),
     "outer in a list": lambda x, v: torch.einsum("i,j->ij", [v, v]),
+    "outer of integers": lambda x, v: torch.einsum("i,j->ij", torch.arange(3), v),
     "outer of three": lambda x, v: torch.einsum("i,j,k->ijk", v, v, v),
     "outer by lists of indices": lambda x, v: torch.einsum(v, [0], v, [1], [0, 1]),
     "outer by lists, implicit": lambda x, v: torch.einsum(v, [0], v, [1]),
@@ -385,9 +362,9 @@ def test_0_dim_tensors_and_numbers_promote_as_in_torch():
 # -- refused
 
 
-def test_in_place_function_on_float16_is_refused():
+def test_in_place_function_on_float16_is_refused(in_python):
     x = torch.ones(2, dtype=torch.float16)
-    with o1(torch.float16) as casting:
+    with o1(torch.float16, in_python=in_python) as casting:
         for call in (lambda: x.exp_(), lambda: x.pow_(2), lambda: torch.exp_(x), lambda: torch.exp_(input=x)):
             with pytest.raises(RefusedOperation, match="returns float32"):
                 call()

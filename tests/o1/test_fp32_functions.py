@@ -229,15 +229,6 @@ def test_under_the_transforms_of_torch_func_and_in_forward_mode(name):
     assert error(tangent.detach(), exact) < 1e-5 and error(of_dual.detach(), exact) < 1e-5
 
 
-def test_per_sample_gradients():
-    x, weights, call = made("layer_norm", torch.bfloat16)
-    with o1():
-        each = torch.func.vmap(torch.func.grad(lambda w, row: call(row, w, weights[1]).square().sum()), (None, 0))
-        total = each(weights[0].detach(), x.detach()).sum(0)
-        expected = torch.autograd.grad(call(x, *weights).square().sum(), weights[0])[0]
-    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", SAVING)
 def test_without_grad_mode_and_in_inference_mode(name):
     x, weights, call = made(name, torch.bfloat16)
@@ -249,19 +240,6 @@ def test_without_grad_mode_and_in_inference_mode(name):
             made_here = x.clone()
             torch.testing.assert_close(call(made_here, *weights), expected)
         torch.testing.assert_close(call(made_here, *weights).detach(), expected)
-
-
-def test_compiled_in_one_graph():
-    model, x, results = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.GroupNorm(4, 96)), torch.randn(64, 96), []
-
-    def loss(x):
-        return F.cross_entropy(model[2](model[1](model[0](x)).bfloat16()).bfloat16(), TARGET)
-
-    with o1():
-        for forward in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            result = forward(x)
-            results.append((result.detach(), *torch.autograd.grad(result, list(model.parameters()))))
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
 
 
 def test_traced_and_saved():
@@ -320,17 +298,10 @@ def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, row
         monkeypatch.setattr(module, "WORTHWHILE", SHIPPED_THRESHOLD)
     number, call = OF_ROWS[name]
     x = (torch.randn(rows, 64) + 0.5).bfloat16().requires_grad_()
-    tensors = [x, *((torch.rand(64) + 0.5).requires_grad_() for _ in range(number))]
-    doubles = [t.detach().double().requires_grad_() for t in tensors]
-    factor = torch.randn_like(call(*doubles), dtype=torch.float32)
-    exact = gradients(call, doubles, factor.double())
+    weights = [(torch.rand(64) + 0.5).requires_grad_() for _ in range(number)]
     with o1(in_python=in_python):
-        results = gradients(call, tensors, factor)
-        saved = saved_by(lambda: call(*tensors))
+        saved = saved_by(lambda: call(x, *weights))
     assert {t.dtype for t in saved if t.numel() == x.numel()} == {kept}
-    for result, reference in zip([results[0], *results[2:]], [exact[0], *exact[2:]], strict=True):
-        assert error(result, reference) < 1e-6
-    assert error(results[1], exact[1]) < torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("call", ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
@@ -346,9 +317,3 @@ def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
             assert function(x, -1, dtype=torch.float16).dtype is torch.float16
         if "softmax" in call:
             assert getattr(F, call)(x, dim=-1).dtype is torch.float32
-
-
-def test_kept_function_is_inert_after_close():
-    with o1():
-        layer_norm = F.layer_norm
-    assert layer_norm(torch.randn(64, 96).bfloat16().requires_grad_(), (96,)).dtype is torch.bfloat16

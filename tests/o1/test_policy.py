@@ -206,13 +206,6 @@ def test_initialize_takes_a_name_a_dict_or_a_policy():
             assert torch.exp(low).dtype is (LOW if policy == {"torch.exp": "native"} else torch.float32)
 
 
-def test_wrong_policy_leaves_everything_untouched():
-    model, optimizer = model_and_optimizer()
-    with pytest.raises(ConfigurationError, match="Did you mean"):
-        ampkit.initialize(model, optimizer, policy={"torch.nn.functional.softmx": "fp32"}, verbosity=0)
-    assert type(model) is nn.Linear
-
-
 def test_second_session_with_another_policy_is_refused():
     kept = ampkit.initialize(*model_and_optimizer(), policy={"torch.exp": "native"}, verbosity=0)
     with pytest.raises(ConfigurationError, match=r"Policy\('default', \{'torch.exp': 'native'\}\)"):

@@ -51,8 +51,6 @@ CASES = {
         f"{name} after a linear layer": (lambda make=make: nn.Sequential(nn.Linear(4, 4), make()), BATCH)
         for name, make in LAYERS.items()
     },
-    "two layers": (lambda: nn.LSTM(4, 6, num_layers=2), BATCH),
-    "batch first": (lambda: nn.GRU(4, 6, batch_first=True), BATCH),
     "no bias": (lambda: nn.LSTM(4, 6, bias=False), BATCH),
     "projected": (lambda: nn.LSTM(4, 6, proj_size=3), BATCH),
     "unbatched": (lambda: nn.LSTM(4, 6), inputs(5, 4)),
@@ -65,7 +63,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_layer_trains_in_lower_precision_and_close_to_float32(case):
     make, *arguments = CASES[case]
-    torch.manual_seed(0)
     layer = make()
     reference = copy.deepcopy(layer)
     expected, expected_state = reference(arguments[0], *([state(torch.float32)] if len(arguments) > 1 else []))
@@ -119,26 +116,6 @@ def test_layer_on_a_gpu_trains_close_to_float32_and_without_a_warning(precision)
     torch.testing.assert_close(output.float(), expected, rtol=3e-2, atol=3e-2)
     for param, gradient in zip(layer.parameters(), gradients, strict=True):
         assert nn.functional.cosine_similarity(param.grad.flatten(), gradient.flatten(), dim=0) > 0.995
-
-
-def test_layer_with_dropout_trains():
-    layer = nn.LSTM(4, 6, num_layers=2, dropout=0.5)
-    with o1():
-        layer(torch.rand(5, 3, 4))[0].float().sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda cell: cell.__name__)
-def test_cell_runs_in_lower_precision(cell):
-    layer, x = cell(4, 6), torch.rand(3, 4)
-    expected = layer(x)
-    with o1() as casting, casting.caches.call():
-        first = layer(x)
-        layer(x, first)
-        assert casts_made(casting) in (4, None)
-    assert hidden(first).shape == hidden(expected).shape
-    torch.testing.assert_close(hidden(first), hidden(expected), rtol=3e-2, atol=3e-2)
-    assert (first[0] if isinstance(first, tuple) else first).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

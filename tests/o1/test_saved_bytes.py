@@ -42,12 +42,6 @@ def gpt():
 CASES = {
     "transformer block": (Block, lambda: torch.randn(2, 64, 64), lambda y: y.square().mean(), 0.95),
     "gpt": (gpt, lambda: torch.arange(256).view(4, 64), lambda y: F.cross_entropy(y, torch.arange(256)), 0.95),
-    "mlp": (
-        lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU()))),
-        lambda: torch.randn(32, 64),
-        lambda y: F.mse_loss(y, torch.ones(32, 64)),
-        1.0,
-    ),
     "convolutions": (
         ResNet,
         lambda: torch.randn(8, 3, 8, 8),

@@ -1,7 +1,6 @@
 """scope="forward": O1's casts end at the models that were initialized."""
 
 import contextlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from helpers import initialize_quietly, iterate
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -52,10 +50,6 @@ def test_calls_outside_of_the_model_stay_float32():
     assert torch.equal(baseline(x), expected)
 
 
-def test_outputs_follow_cast_model_outputs():
-    assert initialized(Watched(), cast_model_outputs=torch.float16)(torch.randn(3, 4)).dtype is torch.float16
-
-
 def test_parts_hand_lower_precision_on():
     """A submodule in a region inside of the forward, and a model inside of another."""
 
@@ -81,55 +75,12 @@ def test_submodule_can_be_scripted():
     assert torch.equal(scripted(x), model.inner(x))
 
 
-def test_child_forked_inside_a_forward_is_not_cast(tmp_path):
-    model = initialized(Watched())
-
-    def fork(module, args):
-        if os.fork() == 0:
-            (tmp_path / "child").write_text(f"{product()} {torch.is_autocast_enabled('cpu')}")
-            os._exit(0)
-        os.wait()
-
-    model.register_forward_pre_hook(fork)
-    model.inner.register_forward_pre_hook(fork)
-    model(torch.randn(2, 4))
-    assert (tmp_path / "child").read_text() == "torch.float32 False"
-    assert model.seen == [LOW]
-
-
 def test_region_around_the_call_has_the_last_word():
     model = initialized(Watched())
     with torch.autocast("cpu", enabled=False):
         model(torch.randn(2, 4))
         model.head(torch.randn(2, 8))
     assert model.seen == [torch.float32]
-
-
-def test_backward_of_functions_and_recomputation_is_as_their_forward_and_hooks_are_not_cast():
-    seen = {}
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen["function"] = product()
-            return grad
-
-    class Net(nn.Linear):
-        def forward(self, x):
-            x = Function.apply(checkpoint(self.block, super().forward(x), use_reentrant=False))
-            x.register_hook(lambda grad: seen.update(hook=product()))
-            return x
-
-        def block(self, x):
-            seen.setdefault("block", []).append(product())
-            return x * x
-
-    initialized(Net(4, 4))(torch.randn(2, 4)).sum().backward()
-    assert seen == {"function": LOW, "block": [LOW, LOW], "hook": torch.float32}
 
 
 def test_trains_as_at_process_scope():
@@ -141,21 +92,6 @@ def test_trains_as_at_process_scope():
         losses.append(iterate(lambda: F.cross_entropy(model(x), y), optimizer, times=5))  # noqa: B023
         ampkit.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_parametrizations_come_and_go():
-    model, twin = (nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)) for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    x = torch.linspace(-1, 1, 12).reshape(3, 4)
-    initialized(model)
-    for net in (model, twin):
-        parametrize.remove_parametrizations(net[0], "weight")
-        parametrizations.weight_norm(net[1])
-    expected = twin(x)
-    assert not torch.equal(model(x), expected)
-    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
-    ampkit.close()
-    assert type(model[0]) is nn.Linear and torch.equal(model(x), twin(x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -190,7 +126,6 @@ def test_two_scopes_at_once_are_refused():
 @pytest.mark.parametrize("region", [False, True], ids=["cast", "in a float32 region"])
 def test_checkpoint_outside_of_the_model_runs_it_again_as_it_ran(name, reentrant, region):
     """The gradients are those of the forward, bit for bit: those of a float32 one are up to 1e-2 off."""
-    torch.manual_seed(0)
     part = initialized(Watched()).get_submodule(name)
     x = torch.randn(8, 4, requires_grad=True)
     gradients = []

@@ -11,7 +11,6 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 import ampkit
-from ampkit.patching import PatchSet
 
 torchvision = pytest.importorskip("torchvision")
 detection = torchvision.models.detection
@@ -37,13 +36,9 @@ ROIS = torch.cat([torch.zeros(10, 1), boxes().float()], 1)
 @contextlib.contextmanager
 def session(level):
     """A session of a model that uses no operator; `LOW` is the lower precision of each level."""
-    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings_of(level))
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
     yield model
     ampkit.close()
-
-
-def settings_of(level):
-    return {"O1": {"patch_torch_functions_type": LOW}, "O2": {"cast_model_type": LOW}}.get(level, {})
 
 
 def deformed(x):
@@ -119,44 +114,6 @@ def test_torchvision_may_be_imported_after_initialize(level, monkeypatch):
         result = torchvision.ops.ps_roi_align(IMAGE, ROIS, 2, sampling_ratio=2)
     assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
     assert torch.equal(result, expected.to(result.dtype))
-
-
-@pytest.mark.parametrize("first_to_close", ["O1", "O2"])
-@pytest.mark.parametrize("first", ["O1", "O2"])
-def test_operators_are_given_back_in_any_order(first, first_to_close):
-    def present():
-        return VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
-
-    before, models, sessions = present(), [nn.Linear(2, 2), nn.Linear(2, 2)], {}
-    for model, level in zip(models, (first, {"O1": "O2", "O2": "O1"}[first])):
-        ampkit.initialize(model, opt_level=level, verbosity=0, **settings_of(level))
-        sessions[level] = ampkit.current_session()
-    sessions.pop(first_to_close).close()
-    assert VISION.nms is not before[0]
-    assert torchvision.ops.nms(boxes(), SCORES, 0.3).numel()
-    next(iter(sessions.values())).close()
-    assert all(one is other for one, other in zip(before, present()))
-
-
-def test_initialize_that_fails_gives_the_operators_back(monkeypatch):
-    before = {name: getattr(VISION, name) for name in ("deform_conv2d", "nms", "roi_align")}
-    write, written = PatchSet.set, []
-
-    def fail_at_the_third(patches, owner, name, value):
-        if owner is VISION:
-            written.append(name)
-            if len(written) == 3:
-                raise MemoryError("made to fail")
-        write(patches, owner, name, value)
-
-    monkeypatch.setattr(PatchSet, "set", fail_at_the_third)
-    with pytest.raises(MemoryError, match="made to fail"):
-        ampkit.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert len(written) == 3 and all(getattr(VISION, name) is original for name, original in before.items())
-    # Nothing is counted as living either: the next session comes and goes as if it were the first.
-    with session("O2"):
-        assert VISION.nms is not before["nms"]
-    assert all(getattr(VISION, name) is original for name, original in before.items())
 
 
 def suppress(b, s, classes):
@@ -242,7 +199,7 @@ def test_detector_trains_and_evaluates(cls, level, inside):
     expected = losses_of(model)
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings_of(level))
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     losses = losses_of(model)
     backward(sum(losses.values()), optimizer)
     optimizer.step()

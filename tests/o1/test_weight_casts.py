@@ -63,15 +63,6 @@ def test_second_call_casts_all_weights_at_the_first_use(casting):
         assert casts_made(casting) == 2 + 12
 
 
-def test_each_model_has_its_own_companions(casting):
-    """A GAN: calls of the generator and of the critic take turns."""
-    generator, critic, x = make_model(), make_model(2), torch.rand(2, 4)
-    for model in (generator, critic, critic):
-        train_once(casting, model, x)
-    assert begin(casting, generator, x) == set(generator.parameters())
-    assert begin(casting, critic, x) == set(critic.parameters())
-
-
 def test_losses_and_gradients_are_those_of_single_casts(casting):
     model, x = make_model(), torch.rand(2, 4)
     twin = copy.deepcopy(model)
@@ -84,20 +75,6 @@ def test_losses_and_gradients_are_those_of_single_casts(casting):
     assert torch.equal(together, alone)
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
-
-
-def test_each_cast_leads_back_to_its_own_weight(casting):
-    model, x = make_model(), torch.rand(2, 4)
-    train_once(casting, model, x)
-    with casting.caches.call():
-        model(x)
-        pairs = casting.caches.pairs()
-    assert len(pairs) == 6
-    for weight, cast in pairs.items():
-        assert (cast.dtype, cast.requires_grad) == (LOW, True)
-        ((accumulate, _),) = cast.grad_fn.next_functions
-        assert accumulate.variable is weight
-        assert torch.equal(cast.detach(), weight.detach().to(LOW))
 
 
 def test_gradients_arrive_while_others_are_still_to_be_computed(casting):

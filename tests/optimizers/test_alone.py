@@ -100,24 +100,6 @@ def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, m
         assert ((param.float() - value).abs() <= value.abs() * 2.0**-8).all()
 
 
-@functools.cache  # the same for all rows
-def trained_by_torch(dtype):
-    model = net(dtype)
-    return model, train(model, torch.optim.AdamW(model.parameters(), lr=5e-4), 200)
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"state_dtype": "int8"}, {"state_dtype": BF16}, {"step_in_backward": True}], ids=str
-)
-def test_a_bfloat16_model_learns_what_float32_does_and_norms_move(more):
-    model = net()
-    loss = train(model, AdamW(model.parameters(), lr=5e-4, **more), 200)
-    (_, expected), (lossy, in_bf16) = trained_by_torch(torch.float32), trained_by_torch(BF16)
-    assert (lossy[1].weight == 1).all()  # torch loses every update of 5e-4 beside 1
-    assert (model[1].weight != 1).any()
-    assert abs(loss - expected) < 0.25 * abs(in_bf16 - expected)
-
-
 def plainly(model, optimizer):
     train(model, optimizer, 20)
 
@@ -296,13 +278,8 @@ def test_settings_that_are_refused(settings, error, said):
         AdamW(**{"params": [nn.Parameter(torch.ones(2, dtype=BF16))], **settings})
 
 
-def test_sparse_gradients_sessions_and_second_passes_are_refused():
+def test_sessions_and_second_passes_are_refused_in_the_backward_pass():
     param = nn.Parameter(torch.ones(2, dtype=BF16))
-    table = nn.Embedding(4, 2, sparse=True).to(BF16)
-    optimizer = AdamW(table.parameters())
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
-        optimizer.step()
     optimizer = AdamW([param], step_in_backward=True)
     with pytest.raises(ampkit.ConfigurationError, match="step_in_backward"):
         ampkit.initialize(net(), optimizer, opt_level="O5", verbosity=0)
@@ -376,17 +353,6 @@ def test_a_second_pass_in_bfloat16_is_told_once(caplog):
             loss_of(model).backward()
             optimizer.step()
     assert len(caplog.records) == 1 and "optimizer.accumulating()" in caplog.text
-
-
-def test_clip_value_limits_each_element_and_hides_no_infinity():
-    param = nn.Parameter(torch.zeros(2, dtype=BF16))
-    optimizer = SGD([param], lr=1.0, clip_value=0.5)
-    param.grad = torch.tensor([3.0, -0.25], dtype=BF16)
-    optimizer.step()
-    assert param.tolist() == [-0.5, 0.25]
-    param.grad = torch.tensor([math.inf, 0.0], dtype=BF16)
-    optimizer.step()
-    assert param.tolist() == [-0.5, 0.25] and optimizer.skipped_steps == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

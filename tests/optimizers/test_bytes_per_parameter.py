@@ -82,27 +82,3 @@ def test_bytes_per_parameter(level, name, blocks, expected):
     model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], level, **settings)
     train(model, optimizer, blocks)
     assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1]
-
-
-@pytest.mark.parametrize("name", ["float32", "torch's", "int8"])
-def test_a_gradient_that_a_script_reads_is_float32_until_it_is_cleared(name):
-    before = bytes_held()
-    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], "O5")
-    moments = IN_8_BITS if name == "int8" else 8
-    for reads in (False, True, False):
-        train(model, optimizer)
-        if reads:
-            assert model.weight.grad.dtype is torch.float32
-        assert bytes_held(model) - before == (4 + (4 if reads else 2) + moments) * SHAPE[0] * SHAPE[1]
-
-
-@pytest.mark.parametrize("name", ["float32", "torch's"])
-def test_float32_that_was_handed_out_is_held_no_longer_than_the_script_does(name):
-    before = bytes_held()
-    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], STORED_BF16)
-    train(model, optimizer)
-    saved = model.state_dict()
-    assert saved["weight"].dtype is torch.float32 and bytes_held(model) - before >= (14 + 4) * SHAPE[0] * SHAPE[1]
-    del saved
-    train(model, optimizer)
-    assert bytes_held(model) - before == 14 * SHAPE[0] * SHAPE[1]

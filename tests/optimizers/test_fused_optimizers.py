@@ -88,24 +88,6 @@ def test_a_copied_optimizer_has_its_settings(name):
     assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FUSED_SETTINGS)
-def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
-    """A learned temperature, say; torch rounds what it loads to the dtype of the parameter."""
-    param = nn.Parameter(torch.tensor(1.3, dtype=dtype))
-    optimizer = fused_class(name)([param], **FUSED_SETTINGS[name])
-    for step in range(3):
-        param.grad = torch.tensor(0.3 + step / 7, dtype=dtype)
-        optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(before)
-    after = optimizer.state_dict()
-    for name, value in before["state"][0].items():
-        found = after["state"][0][name]
-        expected = torch.int16 if name == "rest" else torch.float32
-        assert value is found is None or (found.dtype is expected and torch.equal(found, value)), name
-
-
 def test_state_that_holds_none_is_loaded():
     """torch's SGD once wrote None where there was no momentum yet."""
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -209,31 +209,6 @@ def test_micro_batches_add_up(level, growth_interval, delays, clipped_between):
 # What scripts do in between
 
 
-CLEARS = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, to zeros": lambda model, optimizer: optimizer.zero_grad(False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "model, to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-    "zeroed": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
-}
-
-
-@pytest.mark.parametrize("clear", CLEARS)
-@pytest.mark.parametrize("level, make", [("O2", FusedSGD), (STORED_BF16, torch.optim.SGD), ("O5", FusedSGD)])
-def test_cleared_gradients_are_not_stepped_and_nothing_is_added_to_them(level, make, clear):
-    model, optimizer = with_fused(lambda p: make(p, lr=1.0), level)
-    start = [p.detach().clone() for p in masters(optimizer)]
-    backward_on_batch(model, optimizer)
-    CLEARS[clear](model, optimizer)
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(start, masters(optimizer)))
-    assert not any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
-    assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == 0.0
-    backward(model(random_batch(1)[0]).float().sum(), optimizer)
-    assert torch.equal(masters(optimizer)[-1].grad, torch.full((3,), 4.0))  # of four rows
-
-
 def test_an_edit_survives_a_step_that_is_skipped():
     model, optimizer = with_fused(TWINS["adamw"][0])
     backward_on_batch(model, optimizer, factor=math.inf)

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit import kernels
 from ampkit.apex.optimizers import FusedAdagrad
 from ampkit.optimizers import FusedAdam, FusedSGD
 
@@ -146,12 +145,6 @@ def test_load_state_dict_that_assigns_works_over_float32_weights(level):
     assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
 
 
-def test_load_state_dict_of_another_shape_raises_as_torch_does():
-    model, _ = with_masters()
-    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
-        model.load_state_dict({**model.state_dict(), "first.weight": torch.ones(3, 3)})
-
-
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O2", STORED_BF16, "O5"))
 def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimizer_name):
@@ -179,7 +172,6 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
 @pytest.mark.parametrize("forward_first", (False, True))
 def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, forward_first, make):
     """A head that is exchanged in mid-training. In lower precision Adam divides by 0 in float16, and small steps are lost."""
-    torch.manual_seed(0)
     model, optimizer = with_masters("O2", lambda params: make(params, lr=1e-4), cast_model_type=dtype)
     fit_batch(model, optimizer)
     model.last = nn.Linear(model.last.in_features, model.last.out_features).to(dtype)
@@ -201,7 +193,6 @@ def test_a_new_layer_that_is_added_to_the_optimizer_trains_in_float32(dtype, for
 
 
 def test_gradients_from_before_initialize_are_kept():
-    torch.manual_seed(0)
     model = FrozenMiddle()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.randn(3, 4)).sum().backward()
@@ -214,7 +205,6 @@ def test_gradients_from_before_initialize_are_kept():
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_two_optimizers_that_share_parameters_share_their_float32_values(make):
-    torch.manual_seed(0)
     model = FrozenMiddle()
     slow, fast = make(model.parameters(), lr=0.5), make(model.last.parameters(), lr=2.0)
     ampkit.initialize(model, [slow, fast], **at(STORED_BF16, verbosity=0))
@@ -290,7 +280,6 @@ def test_loading_before_initialize_is_the_same_as_after(level):
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
-    torch.manual_seed(0)
     plain = FrozenMiddle()
     plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
     model, optimizer = with_masters("O0", OPTIMIZERS[optimizer_name])
@@ -336,54 +325,6 @@ def test_a_cell_that_is_run_again_trains_as_at_first(make_optimizer, level):
 
     first, _, again = (sums_of_a_cell(one) for one in (level, "O2", level))
     assert_equal_states(again, first)
-
-
-# Weights and rests beside whole float32 masters
-
-
-def one_layer():
-    """A model of few tensors, for many steps."""
-    torch.manual_seed(0)
-    return nn.Linear(6, 3, bias=False)
-
-
-def two_layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-MANY_STEPS = {
-    "FusedAdam": (one_layer, 300, lambda params: FusedAdam(params, lr=3e-3, weight_decay=0.1)),
-    "FusedSGD": (two_layers, 50, lambda params: FusedSGD(params, lr=0.05, momentum=0.9)),
-    "AdamW": (one_layer, 300, lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1)),
-    "SGD": (two_layers, 50, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MANY_STEPS)
-def test_training_is_that_of_whole_float32_masters(name, dtype):
-    """The masters' weights are rounded ties away: equal bits in bfloat16; in float16 values below 2^-14 are kept to 2^-40."""
-    build, steps, make = MANY_STEPS[name]
-    settings = dict(cast_model_type=dtype, loss_scale=1.0, one_pass_step=False)
-    model, optimizer = initialize_quietly(build(), make, "O2", **settings)
-    twin = build().to(dtype)
-    masters = [nn.Parameter(p.detach().clone()) for p in build().parameters()]
-    reference = make(masters)
-    batches = [random_batch(seed) for seed in range(16)]
-    for step in range(steps):
-        x, y = batches[step % 16]
-        iterate(lambda x=x, y=y: F.mse_loss(model(x), y), optimizer)
-        with torch.no_grad():
-            for p, master in zip(twin.parameters(), masters):
-                p.copy_(kernels.split(master, dtype)[0])
-        F.mse_loss(twin(x.to(dtype)).float(), y).backward()
-        for p, master in zip(twin.parameters(), masters):
-            master.grad, p.grad = p.grad.float(), None
-        reference.step()
-    for found, master in zip(model.state_dict().values(), masters):
-        torch.testing.assert_close(found, master.detach(), rtol=0, atol=0 if dtype is torch.bfloat16 else 3e-7)
-    assert any(not torch.equal(m.detach(), m.detach().to(dtype).float()) for m in masters)
 
 
 def test_other_memory_for_the_same_weights_loses_nothing():

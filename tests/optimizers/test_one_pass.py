@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import STORED_BF16, assert_steps_as_over_float32, backward, initialize_quietly, iterate
+from helpers import STORED_BF16, assert_steps_as_over_float32, backward, initialize_quietly, iterate, net_with_norm
 from torch import nn
 
 import ampkit
@@ -39,13 +39,8 @@ OPTIONS = {
 }
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-
-
 def initialized(make, dtype=torch.bfloat16, model=None, **settings):
-    model = net() if model is None else model
+    model = net_with_norm() if model is None else model
     optimizer = make(model.parameters())
     own = {"opt_level": "O5"} if dtype is torch.float32 else {"opt_level": "O2", "cast_model_type": dtype}
     return ampkit.initialize(model, optimizer, **{"loss_scale": 1.0, "verbosity": 0, **own, **settings})
@@ -73,7 +68,7 @@ def beside_float64(make, steps, edit=lambda step, optimizer, model: None, dtype=
     """Step over random gradients, which ``edit`` may write to, and in float64 by torch; return both models and optimizers."""
     model, optimizer = initialized(make, dtype)
     assert model[0].weight.dtype is dtype
-    twin = net().double()
+    twin = net_with_norm().double()
     reference = make(twin.parameters())
     for step in range(steps):
         for active, trained in ((optimizer, model), (reference, twin)):

@@ -53,23 +53,21 @@ def test_added_group_trains(level, form):
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     shrink_output(model, optimizer)
     added = {
-        "list": [{"params": list(model[3].parameters()), "lr": 0.05}],
-        "generator": [{"params": model[3].parameters(), "lr": 0.05}],
-        "tensors one by one": [{"params": p, "lr": 0.05} for p in model[3].parameters()],
-        "named": [{"params": model[3].named_parameters(), "lr": 0.05}],
+        "list": [list(model[3].parameters())],
+        "generator": [model[3].parameters()],
+        "tensors one by one": list(model[3].parameters()),
+        "named": [model[3].named_parameters()],
     }[form]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for group in added:
-        optimizer.add_param_group(group)
-    assert torch.equal(model.state_dict()["3.weight"], before["3.weight"])
+    before = model.state_dict()["3.weight"].clone()
+    for params in added:
+        optimizer.add_param_group({"params": params, "lr": 0.05})
+    assert torch.equal(model.state_dict()["3.weight"], before)
     optimizer.zero_grad()
     backward_of(model, optimizer)
     gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
     optimizer.step()
-    if level == "O3":
-        assert not torch.equal(model.state_dict()["3.weight"], before["3.weight"])
-    else:
-        torch.testing.assert_close(model.state_dict()["3.weight"], before["3.weight"] - 0.05 * gradient)
+    bound = 2.0**-8 if level == "O3" else 1e-6  # O3 rounds the weight
+    torch.testing.assert_close(model.state_dict()["3.weight"].float(), before - 0.05 * gradient, rtol=bound, atol=1e-6)
     ampkit.close()
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(x is y for x, y in zip(held, model.parameters()))
@@ -135,41 +133,6 @@ def test_hooks_of_the_optimizer_run_at_steps_that_are_taken(level):
 
 
 # Closures
-
-
-class Quadratic(nn.Module):
-    """Distance to a target that bfloat16 can hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3))
-        self.register_buffer("target", torch.tensor([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]]))
-
-    def forward(self):
-        return (self.weight - self.target).square().sum()
-
-
-SETTINGS = {"O1": {"loss_scale": 128.0}, "O2": {"loss_scale": 128.0}, "O3": {"loss_scale": 8.0}}
-
-
-@pytest.mark.parametrize("level, by_keyword", [*((level, False) for level in LEVELS), ("O2", True)])
-def test_lbfgs_converges_on_a_quadratic(level, by_keyword):
-    model = Quadratic()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=10, line_search_fn="strong_wolfe")
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **SETTINGS.get(level, {}))
-    evaluations = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model()
-        evaluations.append(loss.item())
-        backward(loss, optimizer)
-        return loss
-
-    for _ in range(3):
-        first = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
-    assert evaluations[0] == 6.875 and first.item() < 1e-3 and len(evaluations) > 3
-    torch.testing.assert_close(model.state_dict()["weight"], model.target.float(), atol=0.01, rtol=0)
 
 
 def losses_and_closure(model, optimizer, factors):
@@ -245,11 +208,11 @@ def test_lbfgs_is_refused_with_a_dynamic_scale_before_anything_is_touched(level)
     assert type(model.forward(torch.ones(2, 4))) is torch.Tensor and "step" not in vars(optimizer)
 
 
-@pytest.mark.parametrize("evaluation", [1, 2, 3])
-def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(evaluation):
+@pytest.mark.parametrize("level, evaluation", [*(("O2", nth) for nth in (1, 2, 3)), ("O0", 2), ("O1", 2), ("O5", 2)])
+def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(level, evaluation):
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
-    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=2.0, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0)
     before = copy.deepcopy(model.state_dict())
     factors = [1.0] * 40
     factors[evaluation - 1] = float("inf")
@@ -257,7 +220,7 @@ def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(evaluation):
     optimizer.step(closure)
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimizer.step(closure)
+    optimizer.step(closure=closure)
     assert not ampkit.step_was_skipped(optimizer) and loss_of(model) < 0.9 * losses[0]
 
 
@@ -301,36 +264,13 @@ class Wrapping:
         self.inner.zero_grad(*args, **kwargs)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer that shares a fast optimizer's groups, and pulls the weights back to slow weights every second step."""
-
-    def __init__(self, fast):
-        self.fast = fast
-        super().__init__(fast.param_groups, {})
-        self.param_groups = fast.param_groups
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        slow = [self.state[p].setdefault("slow", p.clone()) for group in self.param_groups for p in group["params"]]
-        self.fast.step()
-        self.steps += 1
-        if self.steps % 2 == 0:
-            for s, p in zip(slow, (p for group in self.param_groups for p in group["params"])):
-                s.lerp_(p, 0.5)
-                p.copy_(s)
-
-
 UNUSUAL = {
     "bare": Bare,
     "wrapping": lambda params: Wrapping(sgd(params)),
-    "lookahead": lambda params: Lookahead(sgd(params)),
 }
 
 
-@pytest.mark.parametrize(
-    "level, kind", [*((level, "lookahead") for level in LEVELS), ("O1", "bare"), ("O2", "bare"), ("O2", "wrapping")]
-)
+@pytest.mark.parametrize("level, kind", [*((level, "bare") for level in LEVELS), ("O2", "wrapping")])
 def test_unusual_optimizer_trains_like_in_float32(kind, level):
     plain, model = make_model(), make_model()
     reference, optimizer = (UNUSUAL[kind](one.parameters()) for one in (plain, model))
@@ -470,28 +410,6 @@ def test_complex_double_unused_and_empty_parameters(level, scale):
     assert torch.equal(state["unused"], torch.ones(2)) and state["empty"].shape == (0,)
     assert model.turning.dtype is torch.complex64 and model.wide.dtype is torch.float64
     assert next(p for p in ampkit.master_params(optimizer) if p.dtype is torch.float64) is model.wide
-
-
-@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_gradient_that_torch_conjugates_lazily(level):
-    model, optimizer = initialize_quietly(Mixed(), lambda p: sgd(p, lr=0.25), level, loss_scale=64.0)
-    optimizer.zero_grad()
-    with ampkit.scale_loss(model(), optimizer) as scaled:
-        scaled.backward()
-        model.turning.grad = model.turning.grad.conj().resolve_conj().conj()  # the same numbers
-    assert model.turning.grad.is_conj()
-    optimizer.step()
-    assert torch.equal(model.state_dict()["turning"], torch.tensor([0.5 + 1.0j, -0.25j]))
-
-
-@pytest.mark.parametrize("name", ("turning", "wide", "narrow"))
-@pytest.mark.parametrize("level", ("O1", "O2"))
-def test_overflow_in_any_of_them_skips_the_step(level, name):
-    model, optimizer = initialize_quietly(Mixed(), lambda p: sgd(p, lr=0.25), level)
-    before = copy.deepcopy(model.state_dict())
-    iterate(lambda: (getattr(model, name).abs() * float("inf")).sum(), optimizer)
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -177,17 +177,6 @@ def test_assigned_float32_values_that_no_forward_of_the_model_meets_count(make, 
     assert model[0].weight.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_infinities_and_nans_that_are_written_are_that(setting, value):
-    model, _ = prepared(setting)
-    before = float32_values(model)["2.weight"]
-    model[2].weight.data[0].fill_(value)
-    after = float32_values(model)["2.weight"]
-    assert torch.equal(after[1:], before[1:])
-    assert after[0].isnan().all() if value != value else (after[0] == value).all()
-
-
 # Put back: bit for bit.
 
 
@@ -229,15 +218,6 @@ def evaluated(model):
         model(torch.ones(2, 6))
 
 
-def saved(model):
-    copy.deepcopy(model.state_dict())
-
-
-def trained_on(model):
-    model(torch.ones(2, 6)).float().sum().backward()
-    model.zero_grad()
-
-
 def written_to_again(model):
     """Two averages, the second one written twice."""
     for write in (changed, lambda p: p.data.copy_(p.detach().clone()), changed):
@@ -252,7 +232,7 @@ def written_to_again(model):
     "setting, meanwhile",
     [
         *((setting, evaluated) for setting in SETTINGS),
-        *(("O2", meanwhile) for meanwhile in (saved, trained_on, written_to_again, copy.deepcopy, lambda model: None)),
+        *(("O2", meanwhile) for meanwhile in (written_to_again, copy.deepcopy, lambda model: None)),
     ],
 )
 @pytest.mark.parametrize("way", PUT_BACK)
@@ -273,41 +253,14 @@ def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
     assert_step_without_gradients_changes_nothing(model, optimizer)
 
 
-def by_loading_lower_precision(model):
-    backup = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.load_state_dict({name: value * 2 for name, value in backup.items()})
-    evaluated(model)
-    model.load_state_dict(backup)
-
-
-def by_loading_float32(model):
-    backup = copy.deepcopy(model.state_dict())
-    model.load_state_dict({name: value * 1.3 for name, value in backup.items()})
-    evaluated(model)
-    model.load_state_dict(backup)
-
-
-def by_vectors(model):
-    backup = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(backup * 2, model.parameters())
-    evaluated(model)
-    nn.utils.vector_to_parameters(backup, model.parameters())
-
-
-def by_loading_a_copy(model):
-    model.load_state_dict(copy.deepcopy(model).state_dict())
-
-
-WHOLE_MODELS = [by_loading_lower_precision, by_loading_float32, by_vectors, by_loading_a_copy]
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("way", WHOLE_MODELS)
-def test_what_is_put_back_for_a_whole_model_is_back_to_the_last_bit(way, setting):
+def test_lower_precision_values_that_are_loaded_again_bring_float32_values_back(setting):
     model, _ = prepared(setting)
     before = float32_values(model)
-    way(model)
-    evaluated(model)
+    backup = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for factor in (2, 1):
+        model.load_state_dict({name: value * factor for name, value in backup.items()})
+        evaluated(model)
     assert_values(model, before)
 
 
@@ -373,16 +326,6 @@ def test_masters_that_were_kept_over_close_write_nowhere():
         kept[0].zero_()
     del kept
     gc.collect()
-    assert_values(model, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
-    model, _ = prepared("bfloat16")
-    model.to(dtype)
-    state = model.state_dict()  # close leaves the norm as the script has made it
-    expected = {name: value if name.startswith("1.") else value.float() for name, value in state.items()}
-    ampkit.close()
     assert_values(model, expected)
 
 
@@ -491,7 +434,6 @@ GRADIENTS = {
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_what_is_written_to_a_gradient_is_stepped_with(way, setting, make, blocks):
     """By plain SGD, which moves by the gradient, EXACT; by others as over float32 parameters with these gradients."""
-    torch.manual_seed(0)
     model = nn.Linear(6, 3)
     settings = dict(SETTINGS.get(setting, {"opt_level": setting}))
     make = OPTIMIZERS[make] if isinstance(make, str) else functools.partial(make, lr=1.0)
