@@ -153,6 +153,11 @@ def tokens(generator):
     return ids[:, :-1], ids[:, 1:]
 
 
+def last_token(generator):
+    x, y = tokens(generator)
+    return x, y[:, -1]
+
+
 def images(generator, size=8):
     y = torch.randint(4, (16,), generator=generator)
     return torch.randn(16, 3, size, size, generator=generator) + drawn(4, 3, size, size)[y], y
