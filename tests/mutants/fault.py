@@ -36,10 +36,6 @@ class Fault:
         return f"{self.file}:{self.line}  {change}" + (f"  ({self.promise})" if self.promise else "")
 
     @property
-    def room(self) -> str:
-        return "/".join(self.file.split("/")[:-1][:2])
-
-    @property
     def is_cpp(self) -> bool:
         return self.file.startswith("csrc/")
 
