@@ -48,11 +48,7 @@ def digest(run: Run) -> str:
 
 def saved(run: Run, folder: Path, iteration: int) -> None:
     """Write a checkpoint as examples/imagenet does."""
-    state = {
-        **{key: None for key in checkpoint.KEYS},
-        "run": run.checkpoint(),
-        "iteration": iteration,
-    }
+    state = dict.fromkeys(checkpoint.KEYS) | {"run": run.checkpoint(), "iteration": iteration}
     checkpoint.save(state, folder, is_best=False)
 
 
@@ -271,9 +267,8 @@ def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
     for _ in range(4):
         family = draw.choice([adams, sgds])
         first = Recipe.drawn(draw, level=draw.choice(levels), optimizer=draw.choice(family))
-        other = Recipe.drawn(
-            draw, level=draw.choice(levels), optimizer=draw.choice(family), model=first.model, seed=first.seed + 1
-        )
+        of_first = dict(model=first.model, seed=first.seed + 1)
+        other = Recipe.drawn(draw, level=draw.choice(levels), optimizer=draw.choice(family), **of_first)
         run = Run(first)
         for number in range(3):
             run.iterate(number)
@@ -314,18 +309,11 @@ def foreigners(draw: random.Random, state: dict[str, Any]) -> list[tuple[str, An
     optimizer = state["optimizers"][0]
     fewer = copied(optimizer)
     fewer["param_groups"][0]["params"] = fewer["param_groups"][0]["params"][:-1]
-    more = copied(optimizer)
-    more["param_groups"] = more["param_groups"] * 2
-    return [
-        ("optimizer", fewer),
-        ("optimizer", more),
-        ("ampkit", {"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}}),
-        (
-            "ampkit",
-            {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 0},
-        ),
-        ("ampkit", state["models"][0]),
-    ]
+    more = {**optimizer, "param_groups": optimizer["param_groups"] * 2}
+    grad_scaler = torch.amp.GradScaler("cpu").state_dict()
+    not_finite = {"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}}
+    of_ampkit = [("ampkit", one) for one in (not_finite, grad_scaler, state["models"][0])]
+    return [("optimizer", fewer), ("optimizer", more), *of_ampkit]
 
 
 def refuses(run: Run, foreign: tuple[str, Any], before: Any, case: Any) -> None:
