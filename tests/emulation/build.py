@@ -104,18 +104,8 @@ def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besid
     library = to / f"{MODULE}.abi3.so"
     fresh = to / f"{MODULE}.new"  # a process that has the old one loaded keeps it
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    link = [
-        *compiler,
-        "-shared",
-        *map(str, objects),
-        *libraries,
-        "-ltorch_cpu",
-        "-lc10",
-        *libraries_besides,
-        "-o",
-        str(fresh),
-    ]
-    subprocess.run(link, check=True)
+    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-lc10", *libraries_besides]
+    subprocess.run([*link, "-o", str(fresh)], check=True)
     fresh.replace(library)
     return library
 
