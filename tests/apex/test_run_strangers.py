@@ -219,11 +219,6 @@ def test_the_precision_that_is_announced_is_the_one_of_amp(case, tmp_path, capsy
 
 CHILDREN = {
     "Process": "child = multiprocessing.get_context('spawn').Process(target=work, args=(0,)); child.start(); child.join()",
-    "a pool": "with multiprocessing.get_context('spawn').Pool(1) as pool: pool.map(work, [0])",
-    "an executor": (
-        "from concurrent.futures import ProcessPoolExecutor as Pool\n"
-        "    with Pool(1, mp_context=multiprocessing.get_context('spawn')) as pool: list(pool.map(work, [0]))"
-    ),
     "forkserver": (
         "child = multiprocessing.get_context('forkserver').Process(target=work, args=(0,)); child.start(); child.join()"
     ),
