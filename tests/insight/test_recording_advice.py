@@ -4,20 +4,13 @@ import inspect
 
 import pytest
 import torch
+from test_recording import recorded
 from torch import nn
 
-import ampkit
 from ampkit.insight.record import advice as advice_of
 from ampkit.insight.record import recorder
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-def recorded(iteration, times=1):
-    with ampkit.recording() as record:
-        for _ in range(times):
-            iteration()
-    return record
 
 
 ADVICE = []
