@@ -123,7 +123,7 @@ def plant_named(pattern: str, table: str, scratch: Path) -> Tally:
         if in_python:
             copies = copies_of_project(scratch)
             check_baseline(in_python, copies[0], scratch)
-            jobs = (lambda one, fault=fault: job_in_python(fault, names(fault), copies[one]) for fault in in_python)
+            jobs = (lambda at, fault=fault: job_in_python(fault, names(fault), copies[at]) for fault in in_python)
             run_all(jobs, scratch, lambda index, result: judge(tally, in_python[index], result))
         if build is not None:
             if build.wait():

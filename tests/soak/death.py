@@ -170,19 +170,16 @@ def a_torn_checkpoint_is_refused(draw: random.Random) -> int:
     path, attacks = checkpoint.latest(folder), 40
     good, wanted = path.read_bytes(), checkpoint.load(path)
     for _ in range(attacks):
-        bad = bytearray(good)
-        how = draw.choice(["cut", "zeros", "flip", "noise", "other"])
-        at = draw.randrange(len(bad))
-        if how == "cut":
-            del bad[at:]
-        elif how == "zeros":
-            bad[at : at + 512] = bytes(len(bad[at : at + 512]))
-        elif how == "flip":
-            bad[place_in_a_tensor(draw, good)] ^= 1 << draw.randrange(8)
-        elif how == "noise":
-            bad[at : at + 64] = draw.randbytes(len(bad[at : at + 64]))
-        else:
-            bad = bytearray(draw.choice([b"", b"PK\x03\x04", b"\x80\x02}q\x00.", draw.randbytes(300)]))
+        how, at = draw.choice(["cut", "zeros", "flip", "noise", "other"]), draw.randrange(len(good))
+        if how == "flip":
+            at = place_in_a_tensor(draw, good)
+        bad = {
+            "cut": good[:at],
+            "zeros": good[:at] + bytes(len(good[at : at + 512])) + good[at + 512 :],
+            "flip": good[:at] + bytes([good[at] ^ 1 << draw.randrange(8)]) + good[at + 1 :],
+            "noise": good[:at] + draw.randbytes(len(good[at : at + 64])) + good[at + 64 :],
+            "other": draw.choice([b"", b"PK\x03\x04", b"\x80\x02}q\x00.", draw.randbytes(300)]),
+        }[how]
         path.write_bytes(bad)
         try:
             loaded = checkpoint.load(path)
