@@ -250,15 +250,10 @@ def syncbn_inputs(case):
     return torch.randn(shape, generator=generator) * 2 + 5, torch.randn(shape, generator=generator)
 
 
-RUNS = (
-    *(run_settings, run_large_gradients, run_other_passes, run_construction, run_lists, run_amp),
-    run_syncbn,
-)
-
-
 def work(rank):
     results = {}
-    for run in RUNS:
+    runs = run_settings, run_large_gradients, run_other_passes, run_construction, run_lists, run_amp, run_syncbn
+    for run in runs:
         run(rank, results)
     return results
 
