@@ -60,9 +60,7 @@ def digits(example, tmp_path_factory):
 @pytest.fixture
 def train(example, digits, tmp_path):
     """Run main_amp in this process on the few digits; returns the rows that it wrote. Leaves torch as it was."""
-    rng, benchmark = torch.get_rng_state(), torch.backends.cudnn.benchmark
-    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)  # so little work is done sooner without waiting for each other
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
 
     def run(options: str, out: str = "out", data: Path = digits["few"]) -> list[dict]:
         short = f"--b 16 --image-size 32 --workers 0 --warmup-epochs 0 --metrics {tmp_path / out}.jsonl"
@@ -74,10 +72,8 @@ def train(example, digits, tmp_path):
         return read_rows(tmp_path / f"{out}.jsonl")
 
     yield run
-    torch.set_rng_state(rng)
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = benchmark
-    torch.set_num_threads(threads)
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -89,15 +89,8 @@ def test_info_says_what_is_loaded_and_why():
     result = python("-m", "ampkit", "info")
     assert result.returncode == 0, result.stderr
     chosen = kernels.implementation()
-    for words in (
-        chosen.name,
-        chosen.why,
-        "in Python" if wrappers.library is None else "in C++",
-        wrappers.why,
-        f"ampkit           {__version__}\n",
-        "torch",
-        "CPU",
-    ):
+    of_casts = "in Python" if wrappers.library is None else "in C++", wrappers.why
+    for words in (chosen.name, chosen.why, *of_casts, f"ampkit           {__version__}\n", "torch", "CPU"):
         assert words in result.stdout
     is_slow = "no instructions for bfloat16" in result.stdout
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "avx512"
