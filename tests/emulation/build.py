@@ -41,18 +41,9 @@ LEFT_OVER = ("<<<", "__shared__ ", "__grid_constant__ ")
 
 CHECKS = "alignment,bounds,shift,signed-integer-overflow,null,vla-bound"
 FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-g0",
-    "-fPIC",
-    "-fvisibility=hidden",
+    *"-std=c++17 -O1 -g0 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno".split(),
     "-fno-strict-aliasing",  # as nvcc
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    f"-fsanitize={CHECKS}",
-    f"-fno-sanitize-recover={CHECKS}",
-    "-Wno-unknown-pragmas",
-    "-Wno-psabi",
+    *(f"-fsanitize={CHECKS}", f"-fno-sanitize-recover={CHECKS}", "-Wno-unknown-pragmas", "-Wno-psabi"),
 ]
 
 
