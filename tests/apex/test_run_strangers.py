@@ -217,19 +217,12 @@ def test_the_precision_that_is_announced_is_the_one_of_amp(case, tmp_path, capsy
     assert f"The lower precision of amp is {chosen or 'bfloat16'} there" in told and "by .half(), stays float16" in told
 
 
+PROCESS = "child = multiprocessing.get_context({!r}).Process(target=work, args=(0,)); child.start(); child.join()"
+LOADER = "torch.utils.data.DataLoader([0], num_workers=1, multiprocessing_context='spawn', collate_fn=work)"
 CHILDREN = {
-    "Process": "child = multiprocessing.get_context('spawn').Process(target=work, args=(0,)); child.start(); child.join()",
-    "a pool": "with multiprocessing.get_context('spawn').Pool(1) as pool: pool.map(work, [0])",
-    "an executor": (
-        "from concurrent.futures import ProcessPoolExecutor as Pool\n"
-        "    with Pool(1, mp_context=multiprocessing.get_context('spawn')) as pool: list(pool.map(work, [0]))"
-    ),
-    "forkserver": (
-        "child = multiprocessing.get_context('forkserver').Process(target=work, args=(0,)); child.start(); child.join()"
-    ),
-    "a loader": (
-        "for _ in torch.utils.data.DataLoader([0], num_workers=1, multiprocessing_context='spawn', collate_fn=work): pass"
-    ),
+    "Process": PROCESS.format("spawn"),
+    "forkserver": PROCESS.format("forkserver"),
+    "a loader": f"for _ in {LOADER}: pass",
 }
 
 

@@ -66,6 +66,15 @@ def check(tmp_path, capsys):
     return run
 
 
+#: A loop, which `check` ends.
+LOOP = """
+while True:
+    optimizer.zero_grad()
+    {loss}.backward()
+    optimizer.step()
+"""
+
+
 def row(lines, title):
     (found,) = [line for line in lines if line.startswith(f"{title}  ")]
     return found.removeprefix(title).strip()
@@ -105,13 +114,9 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
 
 def test_small_matrices_are_named_where_o5_takes_what_o1_takes(check):
     """The 4,608 elements of one matrix, of 72 * 64 + 64 + 64 * 8 + 8, have gradients of 2 bytes: 89%."""
-    _, lines = check("""
-model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8))
-optimizer = torch.optim.Adam(model.bfloat16().parameters())
-for _ in range(3):
-    model(torch.randn(8, 72).bfloat16()).sum().backward()
-    optimizer.step()
-""")
+    model = "model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8)).bfloat16()"
+    loss = LOOP.format(loss="model(torch.randn(8, 72).bfloat16()).sum()")
+    _, lines = check(f"{model}\noptimizer = torch.optim.Adam(model.parameters())\n{loss}")
     assert row(lines, "gradients").startswith("at O5 2 bytes for 89% of the elements: for matrices with at least 4,096")
     # Weight, rest and gradient 2 each, and two moments of 1 byte.
     assert row(lines, "no level").split() == 'bfloat16 + 16-bit rest Adam(state_dtype="int8") 8.0 none'.split()
@@ -133,36 +138,28 @@ while True:
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
-@pytest.mark.parametrize(
-    "dtype, scales, unscale, mistake",
-    [
-        ("bfloat16", False, "pass", "none seen"),
-        ("float16", False, "pass", "torch.autocast in float16, without a loss scale"),
-        ("bfloat16", True, "pass", "clip_grad_norm_ before GradScaler.unscale_"),
-        ("bfloat16", True, "scaler.unscale_(optimizer)", "none seen"),
-    ],
-    ids=["bfloat16", "no scaler", "clips scaled", "unscales first"],
-)
-def test_a_script_with_autocast(check, dtype, scales, unscale, mistake):
-    script = AUTOCAST.format(enabled=True, clip=CLIP, dtype=dtype, scales=scales, unscale=unscale)
+#: The dtype, whether a scaler scales, whether it unscales before the script clips or measures, and the mistake.
+AUTOCASTS = [
+    ("bfloat16", False, False, CLIP, "none seen"),
+    ("float16", False, False, CLIP, "torch.autocast in float16, without a loss scale"),
+    ("bfloat16", True, True, CLIP, "none seen"),
+    ("bfloat16", True, False, CLIP, "clip_grad_norm_ before"),
+    ("bfloat16", True, False, "nn.utils.get_total_norm([p.grad for p in model.parameters()])", "get_total_norm before"),
+    ("bfloat16", True, False, "nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip_grad_value_ before"),
+    ("bfloat16", True, False, "[p.grad.clamp_(-1, 1) for p in model.parameters()]", "clamp_ before"),
+    ("bfloat16", True, False, "[p.grad.mul_(2.0) for p in model.parameters()]", "none seen"),
+]
+
+
+@pytest.mark.parametrize("dtype, scales, unscales, clip, mistake", AUTOCASTS)
+def test_a_script_with_autocast(check, dtype, scales, unscales, clip, mistake):
+    unscale = "scaler.unscale_(optimizer)" if unscales else "pass"
+    script = AUTOCAST.format(enabled=True, clip=clip, dtype=dtype, scales=scales, unscale=unscale)
     code, lines = check(script, "--iterations", "2")
     uses = f"2 steps of SGD; Model (84,231 parameters); the script uses torch.autocast in {dtype}."
     assert any(uses in line for line in lines)
-    assert row(lines, "mistake").startswith(mistake) and code == (mistake != "none seen")
-
-
-@pytest.mark.parametrize(
-    "clip, name",
-    [
-        ("nn.utils.get_total_norm([p.grad for p in model.parameters()])", "get_total_norm"),
-        ("nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip_grad_value_"),
-        ("[p.grad.clamp_(-1, 1) for p in model.parameters()]", "clamp_"),
-        ("[p.grad.mul_(2.0) for p in model.parameters()]", ""),
-    ],
-)
-def test_what_clips_or_measures_scaled_gradients_is_told(check, clip, name):
-    _, lines = check(AUTOCAST.format(dtype="bfloat16", enabled=True, scales=True, unscale="pass", clip=clip))
-    assert row(lines, "mistake").startswith(f"{name} before GradScaler.unscale_" if name else "none seen")
+    expected = mistake.replace("before", "before GradScaler.unscale_")
+    assert row(lines, "mistake").startswith(expected) and code == (mistake != "none seen")
 
 
 @pytest.mark.parametrize(
@@ -171,19 +168,11 @@ def test_what_clips_or_measures_scaled_gradients_is_told(check, clip, name):
 def test_casts_of_the_scripts_own_are_told(check, begin):
     """A script casts by itself, where neither a level nor torch.autocast does."""
     own = "F.linear(model.embedding(tokens).half(), model.head.weight.half()).float().mean()"
-    code, lines = check(f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{begin}\n" + OWN.format(loss=own))
+    code, lines = check(f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{begin}\n" + LOOP.format(loss=own))
     uses = "ampkit at O0" if begin else "float32"
     words = f"{uses}, with casts of its own: products in float16"
     assert any(f"the script uses {words}." in line for line in lines)
     assert row(lines, "mistake").startswith(f"{words}, without a loss scale") and code == 1
-
-
-OWN = """
-while True:
-    optimizer.zero_grad()
-    {loss}.backward()
-    optimizer.step()
-"""
 
 
 def test_a_schedule_that_reaches_0_is_told_and_a_warm_up_that_begins_there_is_not(check):
@@ -240,11 +229,6 @@ WITHOUT_STEPS = {
     "net.double()(x.double())": "weights in float64",
     "net(x)": "float32",
 }
-TRAINS = """
-optimizer = {optimizer}
-while True:
-    {loss}.backward(); optimizer.step()
-"""
 TWO_OPTIMIZERS = """
 critic = nn.Linear(64, 1)
 first, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, model))
@@ -260,7 +244,7 @@ SAID = {
     ),
     # 2 for weights and 2 for gradients; SGD without momentum has no state. O1 has 4 and 4.
     "weights that train in lower precision": (
-        "model.bfloat16()" + TRAINS.format(optimizer="torch.optim.SGD(model.parameters(), lr=0.1)", loss="loss_of()"),
+        "optimizer = torch.optim.SGD(model.bfloat16().parameters(), lr=0.1)\n" + LOOP.format(loss="loss_of()"),
         [
             r"mistake SGD updates weights in bfloat16",
             r"as it is bfloat16 SGD: its .*4\.0",
@@ -332,11 +316,8 @@ for _ in range(9):
     "a model that makes targets and stays": """
 target_of = copy.deepcopy(net)
 optimizer = torch.optim.Adam(net.parameters())
-for _ in range(9):
-    optimizer.zero_grad()
-    (net(x) - target_of(x).detach() - 1).square().mean().backward()
-    optimizer.step()
-""",
+"""
+    + LOOP.format(loss="(net(x) - target_of(x).detach() - 1).square().mean()"),
 }
 
 
@@ -375,7 +356,6 @@ def test_copies_that_are_not_written_back_are_told(check):
 
 #: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
 STANDING = {
-    "nothing": ("", {}),
     "a parameter of its own that is not used": (
         "optimizer.add_param_group({'params': [nn.Parameter(torch.ones(3))]})",
         {"a parameter of shape (3,)": "no model has it, only the optimizer"},
@@ -394,16 +374,8 @@ STANDING = {
 @pytest.mark.parametrize("case", STANDING)
 def test_what_only_the_optimizer_has_is_told_from_what_no_gradient_reaches(check, case):
     line, expected = STANDING[case]
-    script = f"""
-xs, x = x, lambda: xs
-optimizer = torch.optim.Adam(net.parameters())
-{line}
-for _ in range(9):
-    optimizer.zero_grad()
-    (net(x()) - 1).square().mean().backward()
-    optimizer.step()
-"""
-    code, lines = check(TWO_LAYERS + script)
+    script = f"{TWO_LAYERS}xs, x = x, lambda: xs\noptimizer = torch.optim.Adam(net.parameters())\n{line}\n"
+    code, lines = check(script + LOOP.format(loss="(net(x()) - 1).square().mean()"))
     found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
     assert {line.partition(":")[0] for line in found} == set(expected), lines
     assert all(words in next(line for line in found if line.startswith(names)) for names, words in expected.items())
@@ -443,17 +415,14 @@ class Holds(nn.Module):
         return self.net(x)
 model = Holds()
 optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(9):
-    optimizer.zero_grad()
-    (model(x) - 1).square().mean().backward()
-    optimizer.step()
 """
-    code, lines = check(TWO_LAYERS + script)
+    code, lines = check(TWO_LAYERS + script + LOOP.format(loss="(model(x) - 1).square().mean()"))
     assert code == 0 and any("Holds (56 parameters)" in line for line in lines)  # 6 * 6 + 6 + 6 * 2 + 2
     assert row(lines, "as it is").split()[-1] == "16.0"
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
 
 
+AROUND = "type('Around', (nn.Sequential,), {'forward': lambda self, y: y + self[0](y)})"
 #: Ways to make a model whose layer ends in a norm of the batch; names of biases that cannot move.
 NORMED = {
     "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
@@ -461,13 +430,7 @@ NORMED = {
     "a norm of each sample": ("nn.Conv1d(1, 4, 3)", "nn.InstanceNorm1d(4)", "x[:, None]", "0.bias"),
     "a norm by its running mean": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4).eval()", "x", ""),
     "a norm of each row": ("nn.Linear(6, 4)", "nn.LayerNorm(4)", "x", ""),
-    "a residual around it": (
-        *(
-            "nn.Linear(6, 4)",
-            "type('Around', (nn.Sequential,), {'forward': lambda self, y: y + self[0](y)})(nn.BatchNorm1d(4))",
-        ),
-        *("x", ""),
-    ),
+    "a residual around it": ("nn.Linear(6, 4)", f"{AROUND}(nn.BatchNorm1d(4))", "x", ""),
 }
 
 
@@ -475,17 +438,13 @@ NORMED = {
 @pytest.mark.parametrize("case", NORMED)
 def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
     layer, norm, arguments, names = NORMED[case]
-    _, lines = check(f"""
-import torch.nn.functional as F
+    script = f"""
 torch.manual_seed(0)
 net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dtype=torch.{dtype})
 optimizer = torch.optim.SGD(net.parameters(), 1e-4)
-for _ in range(3):
-    optimizer.zero_grad()
-    out = net({arguments}).float()
-    (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum().backward()
-    optimizer.step()
-""")
+def loss_of(out): return (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum()
+"""
+    _, lines = check(script + LOOP.format(loss=f"loss_of(net({arguments}).float())"))
     found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
     assert [line for line in found if ("bias=False" if names else "learning rate") in line] == found
     assert [line.partition(":")[0] for line in found] == [names] * bool(names), lines
@@ -496,12 +455,11 @@ for _ in range(3):
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
 def test_frozen_weights_have_neither_gradients_nor_moments(check, dtype, width):
     """A frozen layer counts by its weights alone, a trained one by weight, gradient and two moments of 4 bytes; each is 16 * 16."""
-    _, lines = check(f"""
-net = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False).to(torch.{dtype}), nn.Linear(16, 16, bias=False))
+    script = f"""
+frozen, net = nn.Linear(16, 16, bias=False, dtype=torch.{dtype}).requires_grad_(False), nn.Linear(16, 16, bias=False)
+net.frozen = frozen
 optimizer = torch.optim.AdamW(net.parameters())
-for _ in range(3):
-    net[1](net[0](torch.ones(8, 16, dtype=torch.{dtype})).float()).sum().backward()
-    optimizer.step()
-""")
+"""
+    _, lines = check(script + LOOP.format(loss=f"net(frozen(torch.ones(8, 16, dtype=torch.{dtype})).float()).sum()"))
     assert row(lines, "as it is").split()[-1] == f"{(width + 16) / 2:.1f}"
     assert row(lines, "no level").split()[-2] == f"{(width + 8 + 2 + 4 / 128) / 2:.1f}"

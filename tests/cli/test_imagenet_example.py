@@ -18,19 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, others_slow, python
-from torch.utils._pytree import tree_flatten
+from soak.death import same
 
 import ampkit
 
 EXAMPLE = ROOT / "examples" / "imagenet"
 pytest.importorskip("torchvision", reason="the example trains torchvision models")
 
-COMMAND_LINES = """
-python main_amp.py -a resnet50 --b 128 --workers 4 --opt-level O0 ./
-python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O3 --keep-batchnorm-fp32 True ./
-python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O1 --loss-scale 128.0 ./
-torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --sync_bn ./
-""".strip().splitlines()
+#: The arguments of the commands in the table of the page.
+LINES = re.findall(r"^\| .* \| `[^`]*main_amp\.py ([^`]*)` \|$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
 
 ROW = "phase epoch iteration loss top1 top5 images_per_s loss_scale skipped peak_memory_bytes".split()
 
@@ -64,9 +60,7 @@ def digits(example, tmp_path_factory):
 @pytest.fixture
 def train(example, digits, tmp_path):
     """Run main_amp in this process on the few digits; returns the rows that it wrote. Leaves torch as it was."""
-    rng, benchmark = torch.get_rng_state(), torch.backends.cudnn.benchmark
-    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)  # so little work is done sooner without waiting for each other
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
 
     def run(options: str, out: str = "out", data: Path = digits["few"]) -> list[dict]:
         short = f"--b 16 --image-size 32 --workers 0 --warmup-epochs 0 --metrics {tmp_path / out}.jsonl"
@@ -78,40 +72,24 @@ def train(example, digits, tmp_path):
         return read_rows(tmp_path / f"{out}.jsonl")
 
     yield run
-    torch.set_rng_state(rng)
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = benchmark
-    torch.set_num_threads(threads)
 
 
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same(actual, expected):
-    """Assert equality to the last bit, through dicts and lists."""
-    (values, form), (wanted, wanted_form) = tree_flatten(actual), tree_flatten(expected)
-    assert form == wanted_form
-    for value, want in zip(values, wanted):
-        assert type(value) is type(want)
-        if isinstance(want, torch.Tensor):
-            assert value.dtype == want.dtype and torch.equal(value, want)
-        else:
-            assert value == want
-
-
-def test_the_lines_of_the_page_are_understood_and_name_every_level(example):
-    lines = re.findall(r"^\| .* \| `[^`]*main_amp\.py ([^`]*)` \|$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
-    found = [example["main_amp"].parse_args(shlex.split(line)) for line in lines]
+def test_the_lines_of_the_page_name_every_level(example):
+    found = [example["main_amp"].parse_args(shlex.split(line)) for line in LINES]
     assert {args.opt_level for args in found} == {"O0", "O1", "O2", "O3", "O4", "O5"}
     assert len(found) >= 10 and any(args.evaluate for args in found) and any(args.prof for args in found)
 
 
-@pytest.mark.parametrize("line", COMMAND_LINES)
-def test_command_line_is_understood(example, line):
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_page_is_understood(example, line):
     words = shlex.split(line)
-    args = example["main_amp"].parse_args(words[words.index("main_amp.py") + 1 :])
-    options = dict(itertools.pairwise(words))
+    args, options = example["main_amp"].parse_args(words), dict(itertools.pairwise(words))
     assert (args.arch, args.batch_size, args.workers) == ("resnet50", int(options["--b"]), 4)
     assert (args.opt_level, args.data) == (options["--opt-level"], Path("."))
     assert args.keep_batchnorm_fp32 is (True if "--keep-batchnorm-fp32" in words else None)
@@ -146,7 +124,7 @@ def test_resume_in_mid_epoch_equals_not_having_stopped(train, tmp_path, level, a
     assert [row["loss"] for row in parts][-1] == [row["loss"] for row in whole][-1]
     found, expected = load_checkpoint(tmp_path / "parts"), load_checkpoint(tmp_path / "whole")
     assert found.pop("best_top1") >= 0 <= expected.pop("best_top1")  # validated at other moments
-    assert_same(found, expected)
+    assert same(found, expected)
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -321,7 +299,7 @@ def test_job_whose_worker_was_killed_continues_bit_for_bit(digits, tmp_path, wra
     assert not [path for path in killed.iterdir() if path.name.endswith(".partial")]
     compared = "phase epoch iteration loss top1 top5 loss_scale skipped".split()
     assert [[row[key] for key in compared] for row in continued] == [[row[key] for key in compared] for row in whole]
-    assert_same(load_checkpoint(killed), load_checkpoint(tmp_path / "whole"))
+    assert same(load_checkpoint(killed), load_checkpoint(tmp_path / "whole"))
 
 
 @pytest.mark.slow

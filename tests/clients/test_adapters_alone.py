@@ -103,19 +103,20 @@ def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks,
         optimizer.zero_grad()
         precision.backward(loss, net, optimizer)
 
+    def assert_as_before():
+        after, statistics = net.state_dict(), {name for name, _ in net.named_buffers()}
+        assert all(torch.equal(value, before[name]) for name, value in after.items() if name not in statistics)
+        assert all(value.isfinite().all() for value in after.values())
+
     precision.optimizer_step(optimizer, net, closure)
     assert ampkit.step_was_skipped(optimizer)
-    after, statistics = net.state_dict(), {name for name, _ in net.named_buffers()}
-    assert all(torch.equal(value, before[name]) for name, value in after.items() if name not in statistics)
-    assert all(value.isfinite().all() for value in after.values())
+    assert_as_before()
     state = precision.state_dict()
     assert state["loss_scaler0"]["loss_scale"] == 2.0**15
     precision.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}})
     averaging._swap_models(net)  # for a validation
     averaging._swap_models(net)
-    after, statistics = net.state_dict(), {name for name, _ in net.named_buffers()}
-    assert all(torch.equal(value, before[name]) for name, value in after.items() if name not in statistics)
-    assert all(value.isfinite().all() for value in after.values())
+    assert_as_before()
     averaging._copy_average_to_current(net)
     precision.teardown()
     assert all(torch.equal(value, averaged[name]) for name, value in net.state_dict().items())

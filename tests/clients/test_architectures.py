@@ -25,27 +25,12 @@ GROUPED = {**DECODER, "num_key_value_heads": 2}
 OLDER_DECODER = dict(n_layer=2, n_head=4, **WORDS)
 ENCODER = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TOWER)
 TEXT_ENCODER = {**ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
-TWO_TOWERS = dict(
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    dropout=0.0,
-)
+SIDE = dict(layers=2, attention_heads=4, ffn_dim=64)
+SIDES = [(f"{side}_{name}", n) for side in ("encoder", "decoder") for name, n in SIDE.items()]
+TWO_TOWERS = dict(d_model=32, dropout=0.0, **dict(SIDES))
 ENCODER_DECODER = dict(decoder_start_token_id=1, forced_eos_token_id=None, **TWO_TOWERS, **WORDS)
-T5 = dict(
-    vocab_size=VOCABULARY,
-    d_model=32,
-    d_kv=8,
-    d_ff=64,
-    num_layers=2,
-    num_heads=4,
-    dropout_rate=0.0,
-    decoder_start_token_id=0,
-)
+T5_SIZES = dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+T5 = dict(dropout_rate=0.0, decoder_start_token_id=0, **T5_SIZES)
 WHISPER = dict(
     num_mel_bins=16, max_source_positions=16, max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None
 )
@@ -53,23 +38,10 @@ LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 DEBERTA = dict(relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm")
-NO_DROPOUT = (
-    "hidden_dropout",
-    "activation_dropout",
-    "attention_dropout",
-    "feat_proj_dropout",
-    "final_dropout",
-    "layerdrop",
-)
+NO_DROPOUT = "hidden_dropout activation_dropout attention_dropout feat_proj_dropout final_dropout layerdrop".split()
 WAV2VEC2 = dict(
-    vocab_size=VOCABULARY,
-    apply_spec_augment=False,
-    conv_dim=[16, 16],
-    conv_stride=[5, 2],
-    conv_kernel=[10, 3],
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    pad_token_id=0,
+    **dict(vocab_size=VOCABULARY, pad_token_id=0, apply_spec_augment=False, num_conv_pos_embeddings=4),
+    **dict(conv_dim=[16, 16], conv_stride=[5, 2], conv_kernel=[10, 3], num_conv_pos_embedding_groups=2),
     **dict.fromkeys(NO_DROPOUT, 0.0),
     **TOWER,
 )

@@ -75,6 +75,9 @@ def test_apex_scaler_trains_in_mixed_precision(cuda_utils, level, expected):
 
 
 PATCHES = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4)
+SWIN = dict(img_size=32, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4))
+LEVIT = dict(img_size=64, embed_dim=(32, 48, 64), key_dim=8, num_heads=(2, 3, 4), depth=(1, 1, 1))
+SEQUENCER = dict(img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), hidden_sizes=(8, 16, 16, 16))
 
 
 class Architecture(NamedTuple):
@@ -89,18 +92,9 @@ ARCHITECTURES = {
     "ConvNeXtV2": Architecture("convnextv2_atto", dict(depths=(1, 1, 2, 1), dims=(8, 16, 32, 64))),
     "ViT with relative positions": Architecture("vit_relpos_small_patch16_224", PATCHES),
     "BEiT": Architecture("beit_base_patch16_224", {**PATCHES, "init_values": 0.1}),
-    "Swin": Architecture(
-        "swin_tiny_patch4_window7_224",
-        dict(img_size=32, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4)),
-    ),
-    "LeViT": Architecture(
-        "levit_128s",
-        dict(img_size=64, embed_dim=(32, 48, 64), key_dim=8, num_heads=(2, 3, 4), depth=(1, 1, 1)),
-    ),
-    "Sequencer": Architecture(
-        "sequencer2d_s",
-        dict(img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), hidden_sizes=(8, 16, 16, 16)),
-    ),
+    "Swin": Architecture("swin_tiny_patch4_window7_224", SWIN),
+    "LeViT": Architecture("levit_128s", LEVIT),
+    "Sequencer": Architecture("sequencer2d_s", SEQUENCER),
 }
 
 

@@ -114,10 +114,8 @@ def test_losses_in_the_picture_and_in_the_readme_are_those_of_the_results(number
     assert {name: round(curve.final, 4) for name, curve in picture.curves().items()} == numbers["loss"]
     (words,) = re.findall(r'<img src="docs/picture-loss\.svg" alt="([^"]*)">', (ROOT / "README.md").read_text())
     amp, bfloat16, _, in_8_bits = (f"{loss:.3f}" for loss in numbers["loss"].values())
-    assert (
-        f"torch in bfloat16 ends at {bfloat16}, torch.amp at {amp}, ampkit O5 with 8-bit moments at {in_8_bits}"
-        in words
-    )
+    ends = f"torch in bfloat16 ends at {bfloat16}, torch.amp at {amp}, ampkit O5 with 8-bit moments at {in_8_bits}"
+    assert ends in words
     assert float(in_8_bits) == pytest.approx(float(amp), abs=1e-3) and float(bfloat16) > float(amp) + 0.03
 
 

@@ -51,6 +51,13 @@ def assert_as_printed(printed, expected):
         assert float(mine) == pytest.approx(float(theirs), rel=0.1), (printed, expected)
 
 
+def printed_by(script, names):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(script, "script.py", "exec"), names)
+    return out.getvalue()
+
+
 def is_installed(package):
     """Whether a package is installed. Blocks titled "with PACKAGE" need theirs; blocks without a title run everywhere."""
     return not package or importlib.util.find_spec(package) is not None
@@ -69,25 +76,14 @@ def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkey
         if language == "python" and not title.startswith("needs"):
             printed = None
             if is_installed(title.removeprefix("with ")):
-                out = io.StringIO()
                 ahead = "\n" * len(script.splitlines())
                 script += body
                 linecache.cache["script.py"] = len(script), None, script.splitlines(keepends=True), "script.py"
-                with contextlib.redirect_stdout(out):
-                    exec(compile(ahead + body, "script.py", "exec"), names)
-                printed = out.getvalue()
+                printed = printed_by(ahead + body, names)
         elif title.startswith("prints") and printed is not None:
             assert_as_printed(printed, body)
     linecache.cache.pop("script.py", None)
     ampkit.apex.uninstall()  # a page shows how to install it
-
-
-def printed_by(script):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(script, "script.py", "exec"), {"__name__": "page"})
-    ampkit.close()
-    return out.getvalue()
 
 
 def test_the_readme_begins_with_a_loop_and_its_two_lines():
@@ -100,7 +96,7 @@ def test_the_readme_begins_with_a_loop_and_its_two_lines():
     assert "enabled=False in line 1" in title and with_them != without
     plain = script.replace("verbosity=0)  # line 1", "enabled=False)  # line 1")
     assert plain != script
-    assert_as_printed(printed_by(plain), without)
+    assert_as_printed(printed_by(plain, {"__name__": "page"}), without)
 
 
 def test_pages_are_read_in_one_go():

@@ -41,18 +41,9 @@ LEFT_OVER = ("<<<", "__shared__ ", "__grid_constant__ ")
 
 CHECKS = "alignment,bounds,shift,signed-integer-overflow,null,vla-bound"
 FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-g0",
-    "-fPIC",
-    "-fvisibility=hidden",
+    *"-std=c++17 -O1 -g0 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno".split(),
     "-fno-strict-aliasing",  # as nvcc
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    f"-fsanitize={CHECKS}",
-    f"-fno-sanitize-recover={CHECKS}",
-    "-Wno-unknown-pragmas",
-    "-Wno-psabi",
+    *(f"-fsanitize={CHECKS}", f"-fno-sanitize-recover={CHECKS}", "-Wno-unknown-pragmas", "-Wno-psabi"),
 ]
 
 
@@ -104,18 +95,8 @@ def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besid
     library = to / f"{MODULE}.abi3.so"
     fresh = to / f"{MODULE}.new"  # a process that has the old one loaded keeps it
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    link = [
-        *compiler,
-        "-shared",
-        *map(str, objects),
-        *libraries,
-        "-ltorch_cpu",
-        "-lc10",
-        *libraries_besides,
-        "-o",
-        str(fresh),
-    ]
-    subprocess.run(link, check=True)
+    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-lc10", *libraries_besides]
+    subprocess.run([*link, "-o", str(fresh)], check=True)
     fresh.replace(library)
     return library
 

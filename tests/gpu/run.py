@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,26 +64,18 @@ LOADED = Step(
     always=True,
 )
 
+SWITCHES = {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"}
+REQUIRED = {"AMPKIT_EXTENSION": "require"}
 PARTS: dict[str, list[Step]] = {
     "build": [
-        Step(
-            "build",
-            "python setup.py --quiet build_ext --inplace",
-            500.0,
-            {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"},
-            always=True,
-        ),
+        Step("build", "python setup.py --quiet build_ext --inplace", 500.0, SWITCHES, always=True),
         LOADED,
     ],
     "tests": [
         LOADED,
+        # Several processes: most of the time goes into Python.
         *(
-            # Several processes: most of the time goes into Python.
-            Step(
-                f"tests of {file}",
-                f"{PYTEST}{IN_PROCESSES} tests/{file}",
-                environment={"AMPKIT_EXTENSION": "require"},
-            )
+            Step(f"tests of {file}", f"{PYTEST}{IN_PROCESSES} tests/{file}", environment=REQUIRED)
             for file in test_files()
         ),
         *(
@@ -98,7 +90,7 @@ PARTS: dict[str, list[Step]] = {
                 f"{tool} on {file}",
                 f"compute-sanitizer --tool {tool} --error-exitcode 9 {PYTEST} tests/kernels/{file} "
                 f"-k {shlex.quote(f'not reference and ({names})')}",
-                environment={"AMPKIT_EXTENSION": "require", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                environment={**REQUIRED, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             )
             for tool in ("memcheck", "racecheck")
             for file, names in SMALL.items()
@@ -147,26 +139,24 @@ def without_a_gpu(parts: list[str]) -> int:
     import torch
 
     if torch.version.cuda is None:
-        print(
-            f"make gpu: torch {torch.__version__} was built without CUDA; there is nothing to build for",
-            file=sys.stderr,
-        )
-        return 1
+        return failed(f"torch {torch.__version__} was built without CUDA; there is nothing to build for")
     if "build" in parts:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
         build = PARTS["build"][0]
-        command = build.command.replace(
+        beside = build.command.replace(
             "build_ext --inplace", "build --build-base build/cuda"
-        )  # none for a CPU's tests
-        status, printed = run_step(Step(build.name, command, build.limit, build.environment))
+        )  # a CPU's tests need none
+        status, printed = run_step(replace(build, command=beside))
         if status:
+            print(printed, file=sys.stderr)
             why = "took too long: the same command goes on from there" if status == TIMED_OUT else "failed"
-            print(printed, f"make gpu: the build {why}; this machine has no GPU either", sep="\n", file=sys.stderr)
-            return 1
+            return failed(f"the build {why}; this machine has no GPU either")
         print("make gpu: built ampkit/_C and ampkit/_cuda, in build/cuda")
-    print(
-        "make gpu: there is no GPU here (torch.cuda.is_available() is False): nothing was run on one", file=sys.stderr
-    )
+    return failed("there is no GPU here (torch.cuda.is_available() is False): nothing was run on one")
+
+
+def failed(why: str) -> int:
+    print(f"make gpu: {why}", file=sys.stderr)
     return 1
 
 
@@ -198,12 +188,11 @@ class Results:
 
 
 def description() -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     import torch
 
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs, commit {commit or 'unknown'}."
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs, commit {commit}."
 
 
 def end_of(printed: str, count: int) -> str:
@@ -243,16 +232,8 @@ def run_step(step: Step) -> tuple[int, str]:
         folders.append(str(Path(home) / "bin"))
     environment = {**os.environ, **step.environment, "PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
     # A session of its own: its children end with it, or compilers would go on and write into the next build.
-    process = subprocess.Popen(
-        ["bash", "-c", step.command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    process = subprocess.Popen(["bash", "-c", step.command], cwd=ROOT, env=environment, **how)
     try:
         printed, _ = process.communicate(timeout=step.limit)
     except subprocess.TimeoutExpired:

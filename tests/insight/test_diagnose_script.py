@@ -35,7 +35,7 @@ O1 = """model, optimizer = ampkit.initialize(
     model, optimizer, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0
 )"""
 BLOCK = "with ampkit.scale_loss(y.sum(), optimizer) as scaled_loss: scaled_loss.backward()"
-SCALER = "scaler = torch.amp.GradScaler('cpu')"
+SCALER = "FP16, scaler = torch.autocast('cpu', torch.float16), torch.amp.GradScaler('cpu')"
 BY_SCALER = """
     optimizer.zero_grad()
     scaler.scale(y.float().sum()).backward()
@@ -65,11 +65,7 @@ SCRIPTS = {
     ),
     # From 32 * 65536, the gradient of the bias, to 32 * 1024.
     "a descent that ends": (
-        loop(
-            8,
-            "with torch.autocast('cpu', torch.float16):\n    y = (model(torch.ones(2, 4)) * 16).sum()",
-            *(SCALER, "", BY_SCALER),
-        ),
+        loop(8, "with FP16:\n    y = (model(torch.ones(2, 4)) * 16).sum()", SCALER, "", BY_SCALER),
         *(8, 0, ["nothing found in ", "the loss scale fell 6 times"]),
     ),
     "a running variance": (
@@ -78,11 +74,7 @@ SCRIPTS = {
             "out = model(torch.randn(3, 4) * (1e22 if i == 4 else 1.0))\nloss = out.square().sum()",
             "model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(1))",
         ),
-        *(
-            4,
-            1,
-            ["overflow of the format", "script.py:7", "torch.nn.functional.batch_norm", "module    1", "iteration 5"],
-        ),
+        *(4, 1, ["overflow of the format", "script.py:7", "functional.batch_norm", "module    1", "iteration 5"]),
     ),
     "nothing": (loop(2, "loss = model(torch.ones(2, 4)).mean()"), 2, 0, ["nothing found in "]),
 }

@@ -16,27 +16,22 @@ from ampkit.iteration.block import calls_of_torch
 INF = float("inf")
 
 
+def telling(event):
+    return lambda log, *_: log.told.append(event)
+
+
 class Log(events.Listener):
     """A listener that keeps the names of events, with the loss scale of blocks and whether a step was skipped."""
+
+    forward_begins, forward_ends = telling("forward"), telling("/forward")
+    backward_begins, backward_ends = telling("backward"), telling("/backward")
 
     def __init__(self):
         self.told = []
 
-    def forward_begins(self, module, args):
-        self.told.append("forward")
-
-    def forward_ends(self, module):
-        self.told.append("/forward")
-
     def block_begins(self, loss, scaler):
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.loss_scale
         self.told.append(f"block at {scale:g}")
-
-    def backward_begins(self, roots):
-        self.told.append("backward")
-
-    def backward_ends(self):
-        self.told.append("/backward")
 
     def step_begins(self, optimizer):
         self.told.append(f"step of {type(optimizer).__name__}")

@@ -45,9 +45,7 @@ def test_an_iteration_has_its_ranges_in_order(level, casts):
     # Weights and biases of the two linear layers, each by itself or, from the second iteration on, in one go.
     assert (names.count("ampkit: cast weights") > 0) is casts and names.count("ampkit: cast weights") <= 4
     without_casts = [span for span in ranges if span[0] != "ampkit: cast weights"]
-    labels = [
-        label for label in ("forward", "unscale", "clip", "step") if (label, level) != ("unscale", "O5")
-    ]  # at a scale of 1
+    labels = ["forward", *(["unscale"] if level != "O5" else []), "clip", "step"]  # O5's scale is 1
     assert [name for name, _, _ in without_casts] == [f"ampkit: {label}" for label in labels]
     assert all(before[2] <= after[1] for before, after in itertools.pairwise(without_casts))
     forward = without_casts[0]

@@ -1,6 +1,6 @@
 """`ampkit.recording`: rows at the lines of the script, with dtypes, reasons, FLOPs and bytes that are worked out on paper.
 
-The line that a case is about ends in ``# here``.
+The line that a case is about ends in ``# here``, or is that of a lambda.
 """
 
 import inspect
@@ -32,9 +32,9 @@ def initialized(model, level, **settings):
 
 
 def rows_here(record, case, phase="forward"):
-    """Return the rows of the lines of ``case`` that end in ``# here``."""
+    """Return the rows of the lines of ``case`` that end in ``# here``, or of a lambda's line."""
     lines, first = inspect.getsourcelines(case)
-    here = {first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")}
+    here = {first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")} or {first}
     return [row for row in record.calls if row.file == __file__ and row.line in here and row.phase == phase]
 
 
@@ -56,26 +56,19 @@ def case(function, dtypes_in, dtype_out, reason, model=lambda: nn.Linear(8, 8), 
 
     def add(run):
         expected = function, dtypes_in, dtype_out, reason
-        REASONS.append(pytest.param(run, model, level, settings, expected, id=run.__name__))
+        REASONS.append(pytest.param(run, model, level, settings, expected, id=f"{function}, {reason}"))
         return run
 
     return add
 
 
-@case("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables')
-def a_row_of_the_tables(model, x):
-    model(x)  # here
-
-
-@case("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables')
-def an_operator(model, x):
-    x @ model.weight  # here
-
-
-@case("gelu", {BF16}, FP32, 'float32: row "gelu" of policy=', policy={"torch.nn.functional.gelu": "fp32"})
-def a_row_of_the_callers_policy(model, x):
-    y = model(x)
-    F.gelu(y)  # here
+# A row of the tables, an operator, a row of the caller's policy, and a function that was bound before initialize.
+case("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables')(lambda model, x: model(x))
+case("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables')(lambda model, x: x @ model.weight)
+GELU = {"torch.nn.functional.gelu": "fp32"}
+case("gelu", {BF16}, FP32, 'float32: row "gelu" of policy=', policy=GELU)(lambda model, x: F.gelu(model(x)))
+BOUND = "bfloat16: bound before initialize, cast by torch.autocast's list"
+case("linear", {FP32}, BF16, BOUND)(lambda model, x: bound_early(x, model.weight))
 
 
 class _Biased(nn.Module):
@@ -87,14 +80,7 @@ class _Biased(nn.Module):
         return self.layer(x) + self.bias
 
 
-@case("add", {BF16, FP32}, FP32, "float32: promoted by parameter 'bias'", _Biased)
-def promoted_by_a_parameter(model, x):
-    model(x)
-
-
-@case("linear", {FP32}, BF16, "bfloat16: bound before initialize, cast by torch.autocast's list")
-def bound_before_initialize(model, x):
-    bound_early(x, model.weight)  # here
+case("add", {BF16, FP32}, FP32, "float32: promoted by parameter 'bias'", _Biased)(lambda model, x: model(x))
 
 
 @case("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}")
@@ -119,30 +105,19 @@ class _Headed(nn.Module):
         return self.head(x)
 
 
-@case("linear", {FP32}, FP32, "float32: kept by keep_fp32='head'", _Headed, "O2", keep_fp32=["head"])
-def kept(model, x):
-    model(x)
-
-
-@case("matmul", {FP64}, FP64, "float64: as given", lambda: torch.randn(4, 8, dtype=FP64))
-def float64(wide, x):
-    wide @ wide.t()  # here
-
-
-@case("matmul", {FP32}, FP32, "float32: as given", level=None)
-def plain_torch(model, x):
-    x @ x.t()  # here
+KEPT = dict(model=_Headed, level="O2", keep_fp32=["head"])
+case("linear", {FP32}, FP32, "float32: kept by keep_fp32='head'", **KEPT)(lambda model, x: model(x))
+WIDE = dict(model=lambda: torch.randn(4, 8, dtype=FP64))
+case("matmul", {FP64}, FP64, "float64: as given", **WIDE)(lambda wide, x: wide @ wide.t())
+case("matmul", {FP32}, FP32, "float32: as given", level=None)(lambda model, x: x @ x.t())
+NARROW = dict(model=lambda: torch.randn(4, 8, dtype=BF16), level=None)
+case("sum", {BF16}, FP32, "float32: dtype= at the call", **NARROW)(lambda narrow, x: narrow.sum(dtype=FP32))
 
 
 @case("linear", {FP32}, BF16, "bfloat16: torch.autocast's list, region at test_recording.py:{line - 1}", level=None)
 def torchs_autocast(model, x):
     with torch.autocast("cpu", BF16):
         model(x)  # here
-
-
-@case("sum", {BF16}, FP32, "float32: dtype= at the call", lambda: torch.randn(4, 8, dtype=BF16), level=None)
-def an_explicit_dtype(narrow, x):
-    narrow.sum(dtype=FP32)  # here
 
 
 @pytest.mark.parametrize("run, make, level, settings, expected", REASONS)

@@ -36,10 +36,6 @@ class Fault:
         return f"{self.file}:{self.line}  {change}" + (f"  ({self.promise})" if self.promise else "")
 
     @property
-    def room(self) -> str:
-        return "/".join(self.file.split("/")[:-1][:2])
-
-    @property
     def is_cpp(self) -> bool:
         return self.file.startswith("csrc/")
 
@@ -79,11 +75,8 @@ def named(row: dict, folder: Path) -> Fault:
     """Return the fault of a row of promises.toml, in the project in ``folder``; raise `StaleRow` if its place is not there once."""
     file, _, function = row["where"].partition("::")
     source = (folder / file).read_text() if (folder / file).exists() else ""
-    more = {
-        "tests": tuple(row["tests"]),
-        "promise": row["promise"],
-        "extension": row.get("extension", "require"),
-    }
+    extension = row.get("extension", "require")
+    more = {"tests": tuple(row["tests"]), "promise": row["promise"], "extension": extension}
     if file.startswith("csrc/"):
         places = list(re.finditer(r"\s+".join(map(re.escape, row["old"].split())), source))
         faults = [_in_cpp(file, source, place, row["new"], more) for place in places]
@@ -91,9 +84,8 @@ def named(row: dict, folder: Path) -> Fault:
         nodes = list(_nodes_like(row["old"], _function(ast.parse(source), function), row["new"]))
         faults = [replacement(file, source, node, row["new"], **more) for node in nodes]
     if len(faults) != 1:
-        raise StaleRow(
-            f"{row['promise']!r}: {row['old']!r} stands {len(faults)} times in {row['where']}, expected once"
-        )
+        count = f"{len(faults)} times in {row['where']}, expected once"
+        raise StaleRow(f"{row['promise']!r}: {row['old']!r} stands {count}")
     return faults[0]
 
 

@@ -12,16 +12,16 @@ stays. A test that states a promise of its own stays all the same: that is for p
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from . import run
 from .fault import Fault
-from .forks import ROOT, WORKERS, Result, run_all
+from .forks import ROOT, Result, run_all
 
 KILLS = ROOT / "build" / "kills.jsonl"
 LEAST_FAULTS = 3
@@ -33,30 +33,12 @@ def failed_in(result: Result) -> list[str]:
 
 
 def plant(seed: int, count: int, only: str, under: tuple[str, ...]) -> None:
-    known = {line["fault"] for line in kills()}
+    known, planted = {line["fault"] for line in kills()}, []
     with tempfile.TemporaryDirectory(prefix="ampkit-matrix-") as name:
-        scratch = Path(name).resolve()
-        copies = [run.copy_of_project(scratch / f"sample{worker}") for worker in range(WORKERS)]
-        tests_of, seconds_of = run.record_of_reach(copies, scratch, under)
-        planted: list[tuple[Fault, list[str]]] = []
-
-        def jobs() -> Iterator:
-            for fault, first in run.sampled(seed, only):
-                reached = tests_of[f"{fault.file}:{first}"]
-                if len(planted) == count:
-                    return
-                if reached and str(fault) not in known:
-                    tests = run.one_case_each(reached, seconds_of)
-                    planted.append((fault, tests))
-                    job = lambda worker, fault=fault, tests=tests: run.job_in_python(fault, tests, copies[worker])  # noqa: E731
-                    yield lambda worker, job=job: without_a_stop(job(worker))
-
-        run_all(jobs(), scratch, lambda index, result: keep(*planted[index], result))
-
-
-def without_a_stop(job: run.Job) -> run.Job:
-    job.options, job.time_limit = (), 1200.0
-    return job
+        scratch, to_the_end = Path(name).resolve(), dict(options=(), time_limit=1200.0)
+        unknown = lambda fault, tests, _: [] if str(fault) in known else tests  # noqa: E731
+        jobs = run.sampled_jobs(seed, only, scratch, unknown, planted, under, **to_the_end)
+        run_all(itertools.islice(jobs, count), scratch, lambda index, result: keep(*planted[index], result))
 
 
 def keep(fault: Fault, tests: list[str], result: Result) -> None:

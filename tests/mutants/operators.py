@@ -27,6 +27,7 @@ CALLS_OF_WORDS = {"warn", "warning", "info", "debug", "log", "print"}
 UNSEEN_KEYWORDS = {"stacklevel", "maxsize", "maxlen"}
 OF_TYPES = {"isinstance", "issubclass", "getattr", "setattr", "hasattr"}
 SYMMETRIC = {"min", "max", "promote_types"}
+NOT_LOOKED_INTO = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.JoinedStr, ast.Raise, ast.Assert)
 SIMPLE_CONDITIONS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
@@ -50,11 +51,7 @@ def _looked_at(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
     """Yield the nodes below these, without inner functions, annotations, strings, and code that makes words."""
     for node in nodes:
         yield node
-        if isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.JoinedStr, ast.Raise, ast.Assert)
-        ):
-            continue
-        if _makes_words(node):
+        if isinstance(node, NOT_LOOKED_INTO) or _makes_words(node):
             continue
         children = dict(ast.iter_fields(node))
         children.pop("annotation", None)
@@ -66,11 +63,12 @@ def _looked_at(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
 def _makes_words(node: ast.AST) -> bool:
     if isinstance(node, ast.keyword):
         return node.arg in UNSEEN_KEYWORDS
-    if not isinstance(node, (ast.Call, ast.Expr)):
-        return False
     call = node.value if isinstance(node, ast.Expr) else node
-    function = getattr(call, "func", None)
-    return getattr(function, "attr", getattr(function, "id", None)) in CALLS_OF_WORDS
+    return isinstance(call, ast.Call) and _name(call.func) in CALLS_OF_WORDS
+
+
+def _name(function: ast.expr) -> str | None:
+    return getattr(function, "attr", getattr(function, "id", None))
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -100,5 +98,4 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 def _may_be_swapped(function: ast.expr, first: ast.expr, second: ast.expr) -> bool:
     """Swapped arguments of `isinstance` and the like raise TypeError at once, and those of `max` change nothing."""
     is_plain = not any(isinstance(one, ast.Starred) for one in (first, second))
-    name = getattr(function, "attr", getattr(function, "id", None))
-    return is_plain and ast.dump(first) != ast.dump(second) and name not in OF_TYPES | SYMMETRIC
+    return is_plain and ast.dump(first) != ast.dump(second) and _name(function) not in OF_TYPES | SYMMETRIC

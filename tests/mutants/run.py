@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ptx.build import ARCHITECTURES
@@ -60,22 +61,22 @@ def copy_of_project(to: Path) -> Path:
     return to
 
 
+def copies_of_project(scratch: Path) -> list[Path]:
+    """Return a copy for each worker."""
+    return [copy_of_project(Path(tempfile.mkdtemp(dir=scratch), "copy")) for _ in range(WORKERS)]
+
+
 def write_source(path: Path, text: str) -> None:
     """Write a source and drop its bytecode: Python detects changes by size and time in seconds, and neither need differ here."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
+def job_in_python(fault: Fault, tests: list[str], folder: Path, **settings) -> Job:
     path = folder / fault.file
     sound, faulty = path.read_text(), fault.planted(folder)
-    return Job(
-        tests,
-        folder,
-        fault.extension,
-        before=lambda: write_source(path, faulty),
-        after=lambda: write_source(path, sound),
-    )
+    change = dict(before=lambda: write_source(path, faulty), after=lambda: write_source(path, sound))
+    return Job(tests, folder, fault.extension, **change, **settings)
 
 
 class Tally:
@@ -120,19 +121,17 @@ def plant_named(pattern: str, table: str, scratch: Path) -> Tally:
         if in_cpp:
             build = start_build(copy_of_project(built), in_cpp)  # goes on while the faults in Python have their turns
         if in_python:
-            copies = [copy_of_project(scratch / f"named{worker}") for worker in range(WORKERS)]
+            copies = copies_of_project(scratch)
             check_baseline(in_python, copies[0], scratch)
-            make = (
-                lambda worker, fault=fault: job_in_python(fault, names(fault), copies[worker]) for fault in in_python
-            )
-            run_all(make, scratch, lambda index, result: judge(tally, in_python[index], result))
+            jobs = (lambda at, fault=fault: job_in_python(fault, names(fault), copies[at]) for fault in in_python)
+            run_all(jobs, scratch, lambda index, result: judge(tally, in_python[index], result))
         if build is not None:
             if build.wait():
                 raise SystemExit(f"{(built / 'build.log').read_text()}\nThe build with the faults in C++ failed.")
             check_baseline(in_cpp, built, scratch)
             runs = [(n, fault, one) for n, fault in enumerate(in_cpp, start=1) for one in fault.extensions]
-            make = (lambda _, run=run: job_in_cpp(names(run[1]), built, run[2], run[0]) for run in runs)
-            run_all(make, scratch, lambda index, result: judge(tally, runs[index][1], result))
+            jobs = (lambda _, run=run: job_in_cpp(names(run[1]), built, run[2], run[0]) for run in runs)
+            run_all(jobs, scratch, lambda index, result: judge(tally, runs[index][1], result))
     finally:
         if build is not None and build.poll() is None:
             os.killpg(build.pid, signal.SIGTERM)
@@ -147,14 +146,8 @@ def job_in_cpp(tests: list[str], folder: Path, extension: str, number: int) -> J
         return Job(tests, folder, extension, environment)
     environment |= {"AMPKIT_EMULATION": "ptx", "AMPKIT_PTX": str(folder / f"ptx{number}" / ARCHITECTURES[0])}
     flags = ("-include", str(folder / "switch.h"), f"-DAMPKIT_CHOSEN={number}")
-    return Job(
-        tests,
-        folder,
-        "emulated",
-        environment,
-        before=lambda: build_ptx(folder / f"ptx{number}", ARCHITECTURES[:1], folder / "csrc", flags),
-        time_limit=600.0,
-    )
+    build = lambda: build_ptx(folder / f"ptx{number}", ARCHITECTURES[:1], folder / "csrc", flags)  # noqa: E731
+    return Job(tests, folder, "emulated", environment, before=build, time_limit=600.0)
 
 
 def names(fault: Fault) -> list[str]:
@@ -179,10 +172,10 @@ def check_baseline(faults: list[Fault], folder: Path, logs: Path) -> None:
         if result.status != 0:
             raise SystemExit(f"{result.log}\nThe tests fail without any fault: {result.failed}")
 
-    jobs = [job_in_cpp(sorted(some), folder, extension, 0) for extension, some in sorted(tests.items())]
-    for job in jobs:
-        job.time_limit = 1200.0
-    run_all((lambda _, job=job: job for job in jobs), logs, report)
+    def make(tests: set[str], extension: str) -> Job:
+        return replace(job_in_cpp(sorted(tests), folder, extension, 0), time_limit=1200.0)
+
+    run_all((lambda _, one=one: make(tests[one], one) for one in sorted(tests)), logs, report)
 
 
 def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
@@ -216,15 +209,8 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where ninja is
     }
     with open(folder / "build.log", "w") as log:
-        return subprocess.Popen(
-            " && ".join(commands),
-            shell=True,
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        how = dict(shell=True, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(" && ".join(commands), **how)
 
 
 # Sampled faults
@@ -232,22 +218,32 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
 
 def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     """Plant faults in an order that ``seed`` gives, until the clock shows ``until``."""
-    tally = Tally(f"Sampled faults, seed {seed}")
-    copies = [copy_of_project(scratch / f"sample{worker}") for worker in range(WORKERS)]
-    tests_of, seconds_of = record_of_reach(copies, scratch)
-    planted: list[Fault] = []
-
-    def jobs() -> Iterator[Callable[[int], Job]]:
-        for fault, first in sampled(seed, only):
-            if time.monotonic() > until:
-                return
-            cases = one_case_each(tests_of[f"{fault.file}:{first}"], seconds_of)
-            if tests := within(SECONDS_OF_TESTS, cases, seconds_of):
-                planted.append(fault)
-                yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker])
-
-    run_all(jobs(), scratch, lambda index, result: tally.add(planted[index], result))
+    tally, planted = Tally(f"Sampled faults, seed {seed}"), []
+    jobs = sampled_jobs(seed, only, scratch, lambda _, *tests: within(SECONDS_OF_TESTS, *tests), planted)
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until, jobs)
+    run_all(in_time, scratch, lambda index, result: tally.add(planted[index][0], result))
     return tally
+
+
+def sampled_jobs(
+    seed: int,
+    only: str,
+    scratch: Path,
+    choose: Callable[[Fault, list[str], dict[str, float]], list[str]],
+    planted: list[tuple[Fault, list[str]]],
+    under: tuple[str, ...] = ("tests/",),
+    **settings,
+) -> Iterator[Callable[[int], Job]]:
+    """Yield the jobs of sampled faults, and note each fault in ``planted`` with its tests.
+
+    ``choose`` chooses them, or none, from a case of each test that reaches the function, and from the tests' seconds.
+    """
+    copies = copies_of_project(scratch)
+    tests_of, seconds_of = record_of_reach(copies, scratch, under)
+    for fault, first in sampled(seed, only):
+        if tests := choose(fault, one_case_each(tests_of[f"{fault.file}:{first}"], seconds_of), seconds_of):
+            planted.append((fault, tests))
+            yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker], **settings)
 
 
 def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
@@ -283,12 +279,15 @@ def record_of_reach(
     copies: list[Path], scratch: Path, under: tuple[str, ...] = ("tests/",)
 ) -> tuple[dict[str, set[str]], dict[str, float]]:
     """Tests ``under`` these paths that reach each function, and the seconds of each that passes; kept until a source changes."""
-    digest = hashlib.sha256(" ".join(under).encode())
-    for path in sorted(path for part in ("ampkit", "tests") for path in (ROOT / part).rglob("*.py")):
-        digest.update(path.read_bytes())
-    if not RECORD.exists() or RECORD.read_text().partition("\n")[0] != digest.hexdigest():
-        record_reach(copies, scratch, digest.hexdigest(), under)
-    tests_of, seconds_of = defaultdict(set), {}
+    sources = [path for part in ("ampkit", "tests") for path in sorted((ROOT / part).rglob("*.py"))]
+    content = b"".join([" ".join(under).encode(), *(path.read_bytes() for path in sources)])
+    digest = hashlib.sha256(content).hexdigest()
+    if not RECORD.exists() or not RECORD.read_text().startswith(digest):
+        began = time.monotonic()
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text(f"{digest}\n{record_reach(copies, scratch, under)}")
+        print(f"every test file has run once, in {time.monotonic() - began:.0f} s", flush=True)
+    tests_of = defaultdict(set)
     lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
     seconds_of = {test: float(what[8:]) for test, what in lines if what.startswith("seconds:")}
     for test, what in lines:
@@ -301,11 +300,10 @@ def record_of_reach(
     return tests_of, seconds_of
 
 
-def record_reach(copies: list[Path], scratch: Path, digest: str, under: tuple[str, ...]) -> None:
+def record_reach(copies: list[Path], scratch: Path, under: tuple[str, ...]) -> str:
     """Run each test file once, without a fault."""
-    began, files = time.monotonic(), sorted((ROOT / "tests").rglob("test_*.py"))
-    files = [str(path.relative_to(ROOT)) for path in files if path.relative_to(ROOT).parts[1] not in NOT_SAMPLED]
-    files = [file for file in files if file.startswith(under)]
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [str(path) for path in paths if path.parts[1] not in NOT_SAMPLED and str(path).startswith(under)]
     record = scratch / "reach.tsv"
 
     def make(file: str, folder: Path) -> Job:
@@ -320,9 +318,7 @@ def record_reach(copies: list[Path], scratch: Path, digest: str, under: tuple[st
     run_all((lambda worker, file=file: make(file, copies[worker]) for file in files), scratch, report)
     for folder in copies:
         (folder / "sitecustomize.py").unlink(missing_ok=True)
-    RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(f"{digest}\n{record.read_text()}")
-    print(f"every test file has run once, in {time.monotonic() - began:.0f} s", flush=True)
+    return record.read_text()
 
 
 def main() -> int:

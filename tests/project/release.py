@@ -90,9 +90,8 @@ def main(arguments: list[str]) -> None:
         shutil.rmtree(tests / "ampkit")
         for file, extension in ((source, "off"), (pure, "off"), (compiled, "require")):
             try_out(file, folder / file.name.replace(".", "-"), tests, extension)
-    print(
-        f"make wheel: {source.name}, {pure.name} and {compiled.name} are in dist/; each was installed by pip and tried"
-    )
+    names = f"{source.name}, {pure.name} and {compiled.name}"
+    print(f"make wheel: {names} are in dist/; each was installed by pip and tried")
 
 
 if __name__ == "__main__":

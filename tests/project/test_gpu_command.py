@@ -47,9 +47,7 @@ def test_results_are_written_as_they_come_and_a_step_that_has_passed_is_not_run_
     assert log.read_text().split() == ["good", "bad", "endless", "last", "bad", "endless"]
 
 
-def test_what_the_others_need_is_done_each_time_and_stops_the_part_where_it_fails(
-    results, monkeypatch, tmp_path, capsys
-):
+def test_what_the_others_need_is_done_each_time_and_stops_a_part(results, monkeypatch, tmp_path, capsys):
     log, compiler = tmp_path / "log", "echo 'csrc/cuda/a.cu(7): error: no such thing'; seq 300"
     needed = gpu.Step("needed", f"echo needed >> {log}; {compiler}; test ! -e {tmp_path / 'broken'}", always=True)
     monkeypatch.setitem(gpu.PARTS, "bench", [needed, gpu.Step("one", f"echo one >> {log}")])

@@ -34,12 +34,8 @@ def install():
     torch.ops.load_library(str(BUILT / "liboperators.so"))
     # Libraries of NVIDIA's, which compute on real devices only.
     torch.backends.cudnn.enabled = False
-    for switch_off in (
-        torch.backends.cuda.enable_flash_sdp,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-        torch.backends.cuda.enable_cudnn_sdp,
-    ):
-        switch_off(False)
+    for library in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{library}_sdp")(False)
 
     sys.meta_path.insert(0, _Kernels())
 

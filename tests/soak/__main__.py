@@ -78,9 +78,8 @@ class Attempt:
 
     @property
     def command(self) -> str:
-        return (
-            f"PYTHONPATH=tests python -m soak --only {self.row.promise.name} --seed {self.seed} --attempt {self.number}"
-        )
+        options = f"--only {self.row.promise.name} --seed {self.seed} --attempt {self.number}"
+        return f"PYTHONPATH=tests python -m soak {options}"
 
     @property
     def seconds(self) -> float:

@@ -48,11 +48,7 @@ def digest(run: Run) -> str:
 
 def saved(run: Run, folder: Path, iteration: int) -> None:
     """Write a checkpoint as examples/imagenet does."""
-    state = {
-        **{key: None for key in checkpoint.KEYS},
-        "run": run.checkpoint(),
-        "iteration": iteration,
-    }
+    state = dict.fromkeys(checkpoint.KEYS) | {"run": run.checkpoint(), "iteration": iteration}
     checkpoint.save(state, folder, is_best=False)
 
 
@@ -174,19 +170,16 @@ def a_torn_checkpoint_is_refused(draw: random.Random) -> int:
     path, attacks = checkpoint.latest(folder), 40
     good, wanted = path.read_bytes(), checkpoint.load(path)
     for _ in range(attacks):
-        bad = bytearray(good)
-        how = draw.choice(["cut", "zeros", "flip", "noise", "other"])
-        at = draw.randrange(len(bad))
-        if how == "cut":
-            del bad[at:]
-        elif how == "zeros":
-            bad[at : at + 512] = bytes(len(bad[at : at + 512]))
-        elif how == "flip":
-            bad[place_in_a_tensor(draw, good)] ^= 1 << draw.randrange(8)
-        elif how == "noise":
-            bad[at : at + 64] = draw.randbytes(len(bad[at : at + 64]))
-        else:
-            bad = bytearray(draw.choice([b"", b"PK\x03\x04", b"\x80\x02}q\x00.", draw.randbytes(300)]))
+        how, at = draw.choice(["cut", "zeros", "flip", "noise", "other"]), draw.randrange(len(good))
+        if how == "flip":
+            at = place_in_a_tensor(draw, good)
+        bad = {
+            "cut": good[:at],
+            "zeros": good[:at] + bytes(len(good[at : at + 512])) + good[at + 512 :],
+            "flip": good[:at] + bytes([good[at] ^ 1 << draw.randrange(8)]) + good[at + 1 :],
+            "noise": good[:at] + draw.randbytes(len(good[at : at + 64])) + good[at + 64 :],
+            "other": draw.choice([b"", b"PK\x03\x04", b"\x80\x02}q\x00.", draw.randbytes(300)]),
+        }[how]
         path.write_bytes(bad)
         try:
             loaded = checkpoint.load(path)
@@ -271,9 +264,8 @@ def another_run_continues_right_or_is_refused(draw: random.Random) -> int:
     for _ in range(4):
         family = draw.choice([adams, sgds])
         first = Recipe.drawn(draw, level=draw.choice(levels), optimizer=draw.choice(family))
-        other = Recipe.drawn(
-            draw, level=draw.choice(levels), optimizer=draw.choice(family), model=first.model, seed=first.seed + 1
-        )
+        of_first = dict(model=first.model, seed=first.seed + 1)
+        other = Recipe.drawn(draw, level=draw.choice(levels), optimizer=draw.choice(family), **of_first)
         run = Run(first)
         for number in range(3):
             run.iterate(number)
@@ -314,18 +306,11 @@ def foreigners(draw: random.Random, state: dict[str, Any]) -> list[tuple[str, An
     optimizer = state["optimizers"][0]
     fewer = copied(optimizer)
     fewer["param_groups"][0]["params"] = fewer["param_groups"][0]["params"][:-1]
-    more = copied(optimizer)
-    more["param_groups"] = more["param_groups"] * 2
-    return [
-        ("optimizer", fewer),
-        ("optimizer", more),
-        ("ampkit", {"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}}),
-        (
-            "ampkit",
-            {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 0},
-        ),
-        ("ampkit", state["models"][0]),
-    ]
+    more = {**optimizer, "param_groups": optimizer["param_groups"] * 2}
+    grad_scaler = torch.amp.GradScaler("cpu").state_dict()
+    not_finite = {"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}}
+    of_ampkit = [("ampkit", one) for one in (not_finite, grad_scaler, state["models"][0])]
+    return [("optimizer", fewer), ("optimizer", more), *of_ampkit]
 
 
 def refuses(run: Run, foreign: tuple[str, Any], before: Any, case: Any) -> None:

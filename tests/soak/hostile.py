@@ -26,16 +26,7 @@ from .runs import OPTIMIZERS
 from .threads import in_threads
 
 #: Calls that run their argument as code, and the functions that may do so, with the reason.
-RUNS_CODE = (
-    "pickle.load",
-    "pickle.loads",
-    "pickle.Unpickler",
-    "marshal.loads",
-    "eval",
-    "exec",
-    "os.system",
-    "os.popen",
-)
+RUNS_CODE = "pickle.load pickle.loads pickle.Unpickler marshal.loads eval exec os.system os.popen".split()
 ALLOWED = {("ampkit/scripts/running.py", "exec"): "runs the script that the command line names"}
 
 
@@ -188,12 +179,8 @@ def models_of_any_size_train(draw: random.Random) -> int:
         ampkit.close()
         return 1
     model = nn.Module()
-    shapes = {
-        "none": [],
-        "many": [(3,)] * 10_000,
-        "empty": [(0,), (4, 0), (2, 3)],
-        "scalar": [(), (1,), (1, 1), ()],
-    }[kind]
+    some = {"none": [], "empty": [(0,), (4, 0), (2, 3)], "scalar": [(), (1,), (1, 1), ()]}
+    shapes = some.get(kind, [(3,)] * 10_000)
     for number, shape in enumerate(shapes):
         model.register_parameter(f"p{number}", nn.Parameter(torch.ones(shape)))
     model.forward = lambda x: x.sum() * sum([param.sum() for param in model.parameters()], torch.zeros(()))

@@ -231,25 +231,19 @@ def close_leaves_torch_as_it_was(draw: random.Random) -> int:
                 with contextlib.suppress(ampkit.ConfigurationError):  # of two precisions at O1
                     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
             for model, optimizer in pairs:
-                entered = None
+                block = contextlib.ExitStack()
                 try:
                     loss = model(torch.ones(2, 4)).float().sum()
-                    block = ampkit.scale_loss(loss, optimizer)
-                    scaled = block.__enter__()
-                    entered = block
+                    scaled = block.enter_context(ampkit.scale_loss(loss, optimizer))
                     if draw.random() < 0.5:
                         scaled.backward()
                     if draw.random() < 0.5:
                         raise Stop
-                    block.__exit__(None, None, None)
+                    block.close()
                     optimizer.step()
-                except (
-                    Stop,
-                    ampkit.NotInitializedError,
-                    ampkit.ConfigurationError,
-                ):  # a block of another is still open
-                    if entered is not None and draw.random() < 0.5:
-                        entered.__exit__(*sys.exc_info())
+                except (Stop, ampkit.NotInitializedError, ampkit.ConfigurationError):  # another's block is still open
+                    if draw.random() < 0.5:
+                        block.__exit__(*sys.exc_info())
             ampkit.close()
             assert test_interrupts.state_of_thread() == thread
             for model, _ in pairs:

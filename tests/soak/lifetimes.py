@@ -126,16 +126,14 @@ def measures() -> dict[str, float]:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     wrapped = sum(hasattr(value, "__wrapped__") for space in NAMESPACES for value in vars(space).values())
-    hooks = sum(
-        len(value) for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_") and value
-    )
+    hooks = [value for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_") and value]
     return {
         "KiB of memory": pages * os.sysconf("SC_PAGE_SIZE") / 1024,
         "objects": len(gc.get_objects()),
         "file descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
         "patches": wrapped,
-        "hooks": hooks,
+        "hooks": sum(map(len, hooks)),
         "sessions": len(live_sessions),
     }
 

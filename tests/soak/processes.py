@@ -87,13 +87,7 @@ class Trainer:
         self.model, _ = ampkit.initialize(model, self.optimizer, opt_level=job.level, loss_scale=rule, verbosity=0)
         self.called = DistributedDataParallel(model) if job.wrapper == "ddp" and ranks > 1 else model
 
-    def step(
-        self,
-        number: int,
-        factor: float = 1.0,
-        happens: Callable[[], None] = lambda: None,
-        in_gradient: float | None = None,
-    ) -> bool:
+    def step(self, number: int, factor: float = 1.0, happens: Any = None, in_gradient: float | None = None) -> bool:
         """Run a step of all ranks, and return whether it was skipped. This rank's loss is multiplied by ``factor``.
 
         ``happens`` is called between forward and backward; ``in_gradient`` replaces an element of this rank's gradient.
@@ -108,7 +102,7 @@ class Trainer:
                 rows = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(100 * number + part))
                 shard = rows.chunk(self.ranks)[self.rank]
                 loss = F.mse_loss(self.called(shard[:, :6]).float(), shard[:, 6:]) / self.job.parts
-                if is_last:
+                if is_last and happens is not None:
                     happens()
                 with ampkit.scale_loss(loss * factor if is_last else loss, self.optimizer) as scaled:
                     scaled.backward()
@@ -147,9 +141,8 @@ def on_ranks(count: int, work: Callable[[int], Any]) -> list[Ended]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 time.sleep(0.01)
-                assert time.monotonic() - began < BOUND, (
-                    f"ranks {sorted(children.values())} hang after {BOUND:g} seconds"
-                )
+                hang = sorted(children.values())
+                assert time.monotonic() - began < BOUND, f"ranks {hang} hang after {BOUND:g} seconds"
                 continue
             end = ended[children.pop(pid)]
             end.status, end.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import sys
@@ -40,10 +41,9 @@ def made(recipe: Recipe, initializes: bool = True) -> Run:
     return run
 
 
-def alone(recipe: Recipe) -> dict[str, Any]:
-    """The state at the end of a run that has nothing beside it."""
-    run = made(recipe)
-    for number in range(ITERATIONS):
+def finished(run: Run, iterations: int = ITERATIONS) -> dict[str, Any]:
+    """Run the iterations, and close; return the state at the end."""
+    for number in range(iterations):
         run.iterate(number)
     state = run.state()
     ampkit.close()
@@ -65,7 +65,7 @@ def in_threads(works: list[Callable[[], None]]) -> None:
 )
 def four_threads_train_as_alone(draw: random.Random) -> int:
     recipes = [drawn(draw) for _ in range(4)]
-    wanted, starts_inside = [alone(recipe) for recipe in recipes], draw.random() < 0.5
+    wanted, starts_inside = [finished(made(recipe)) for recipe in recipes], draw.random() < 0.5
     with torch_left_as_found():
         runs = [made(recipe, initializes=not starts_inside) for recipe in recipes]
         start = threading.Barrier(4)
@@ -90,7 +90,7 @@ def four_threads_train_as_alone(draw: random.Random) -> int:
 )
 def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
     recipe, other = drawn(draw), drawn(draw)
-    wanted = alone(recipe)
+    wanted = finished(made(recipe))
     run, beside, is_done, passes = made(recipe), made(other), threading.Event(), [0]
     is_safe = recipe.model == "llama"  # batch norm in a training forward writes to its statistics
     models = [beside, *([run] if is_safe else [])]
@@ -123,7 +123,7 @@ def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
 def workers_see_no_casts(draw: random.Random) -> int:
     wanted = list(DataLoader(Images(), batch_size=1, collate_fn=collate))
     recipe = drawn(draw, level=draw.choice(["O1", "O2", "O4", "O5"]))
-    state = alone(recipe)
+    state = finished(made(recipe))
     run = made(recipe)
     context = draw.choice(["fork", "fork", "fork", "spawn", "forkserver"])
     loader = DataLoader(Images(), 1, collate_fn=collate, num_workers=2, multiprocessing_context=context)
@@ -145,14 +145,14 @@ def workers_see_no_casts(draw: random.Random) -> int:
 )
 def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
     recipe = drawn(draw)
-    wanted = alone(recipe)
+    wanted = finished(made(recipe))
     run = made(recipe)
     at = {draw.randrange(ITERATIONS) for _ in range(4)}
-    plain = run.players[0].loss
+    plain, numbers = run.players[0].loss, itertools.count()
 
     def forking(batch: torch.Tensor) -> torch.Tensor:
         loss = plain(batch)
-        if number in at:
+        if next(numbers) in at:
             child = os.fork()
             if child == 0:
                 os._exit(of_child())
@@ -160,10 +160,7 @@ def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
         return loss
 
     run.players[0].loss = forking
-    for number in range(ITERATIONS):
-        run.iterate(number)
-    assert_same(run.state(), wanted, recipe)
-    ampkit.close()
+    assert_same(finished(run), wanted, recipe)
     return len(at)
 
 
@@ -194,16 +191,8 @@ def of_child() -> int:
 )
 def a_collector_at_every_allocation_changes_nothing(draw: random.Random) -> int:
     recipe = Recipe.drawn(draw)
-    run = Run(recipe)
-    for number in range(3):
-        run.iterate(number)
-    wanted = run.state()
-    ampkit.close()
+    wanted = finished(Run(recipe), 3)
     gc.freeze()
     gc.set_threshold(1)
-    run = Run(recipe)
-    for number in range(3):
-        run.iterate(number)
-    assert_same(run.state(), wanted, recipe)
-    ampkit.close()
+    assert_same(finished(Run(recipe), 3), wanted, recipe)
     return 1
