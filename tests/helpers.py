@@ -67,17 +67,8 @@ def casts_made(casting: Casting) -> int | None:
 
 
 NAMESPACES = (
-    *(
-        torch,
-        torch.nn.functional,
-        torch.Tensor,
-        torch.Tensor.__base__,
-        torch.linalg,
-        torch.special,
-        torch.fft,
-        torch._VF,
-    ),
-    *(torch.nn.RNNBase, torch.utils.data._utils.fetch._MapDatasetFetcher, torch.jit._recursive),
+    *(torch, nn.functional, torch.Tensor, torch.Tensor.__base__, torch.linalg, torch.special, torch.fft, torch._VF),
+    *(nn.RNNBase, torch.utils.data._utils.fetch._MapDatasetFetcher, torch.jit._recursive),
 )
 
 
@@ -105,10 +96,19 @@ def at(level: str, **settings) -> dict[str, Any]:
     return {**(stored if level == STORED_BF16 else {"opt_level": level}), **settings}
 
 
-def initialize_quietly(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:
-    """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output."""
-    optimizer = make_optimizer(model.parameters())
-    return ampkit.initialize(model, optimizer, **at(level, **{"verbosity": 0, **settings}))
+def sgd(params: Iterable, lr: float = 0.1, **settings) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=lr, **settings)
+
+
+def initialize_quietly(model: Any, make_optimizer: Callable, level: str, **settings) -> tuple[Any, Any]:
+    """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output.
+
+    Models in a list have an optimizer each.
+    """
+    several = isinstance(model, list)
+    optimizers = [make_optimizer(one.parameters()) for one in (model if several else [model])]
+    settings = at(level, **{"verbosity": 0, **settings})
+    return ampkit.initialize(model, optimizers if several else optimizers[0], **settings)
 
 
 def backward(loss: torch.Tensor, optimizers, **flags) -> None:
@@ -123,6 +123,16 @@ def iterate(loss_of: Callable[[], torch.Tensor], optimizer, times: int = 1, **fl
         optimizer.zero_grad()
         loss = loss_of()
         backward(loss, optimizer, **flags)
+        optimizer.step()
+    return loss.item()
+
+
+def iterate_in_torch(loss_of: Callable[[], torch.Tensor], optimizer, times: int = 1) -> float:
+    """Iterations without ampkit. Returns the last loss."""
+    for _ in range(times):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
         optimizer.step()
     return loss.item()
 
@@ -149,6 +159,16 @@ def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     values = [model.state_dict()[name] for name, _ in model.named_parameters()]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [x.detach().clone() for x in (*model.parameters(), *values, *states)]
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of ``state_dict()``."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Assert the same tensors in two lists or dicts: names, dtypes and every bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | None = None) -> None:

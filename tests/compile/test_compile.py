@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday.networks import Transformer
-from helpers import STORED_BF16, ResNet, initialize_quietly, iterate, o1, others_slow, outputs_after_close
+from helpers import (
+    STORED_BF16,
+    ResNet,
+    backward,
+    initialize_quietly,
+    iterate,
+    o1,
+    others_slow,
+    outputs_after_close,
+    sgd,
+)
 from torch import nn
 
 import ampkit
@@ -78,10 +88,8 @@ def fresh_dynamo():
 @contextlib.contextmanager
 def what_the_plain_model_needs(name):
     """Set what an LSTM needs to be trained in one graph on the CPU."""
-    if name == "lstm":
-        with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
-            yield
-    else:
+    is_lstm = name == "lstm"
+    with torch._dynamo.config.patch(allow_rnn=is_lstm), torch.backends.mkldnn.flags(enabled=not is_lstm):
         yield
 
 
@@ -103,8 +111,7 @@ def step_of_forward(forward, optimizer, inputs, targets):
     if ampkit.api.session_of(optimizer) is None:
         loss.backward()
     else:
-        with ampkit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
     optimizer.step()
     return outputs, loss
 
@@ -262,8 +269,7 @@ def test_float32_gradients_of_float16_weights_wait_while_dynamo_traces():
         )
         forward = wrap(model)
         for part in (slice(4), slice(5, 8)):  # two blocks to a step, and a new shape, so that dynamo traces again
-            with ampkit.scale_loss(F.cross_entropy(forward(inputs[part]), targets[part]), optimizer) as scaled:
-                scaled.backward()
+            backward(F.cross_entropy(forward(inputs[part]), targets[part]), optimizer)
             assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
         optimizer.step()
         weights.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
@@ -380,15 +386,10 @@ def test_another_level_reaches_compiled_code():
         assert torch.equal(forward(x), model(x))
 
 
-def replace_data(model):
-    for param in model.parameters():
-        param.data = param.data * 1.5
-
-
 WRITES = {
     "in place": lambda model: [param.detach().mul_(1.5) for param in model.parameters()],
     "loaded": lambda model: model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}),
-    "data replaced": replace_data,
+    "data replaced": lambda model: [setattr(param, "data", param.data * 1.5) for param in model.parameters()],
 }
 
 
@@ -430,9 +431,7 @@ def test_code_on_disk_is_kept_apart_by_what_is_cast(monkeypatch):
 
     tags = [tag()]
     for settings in ({}, {"patch_torch_functions_type": torch.float16}, {"policy": "apex"}):
-        model = MLP()
-        optimizer = Optimizer(model.parameters(), lr=0.1)
-        ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0, **settings)
+        model, optimizer = initialize_quietly(MLP(), Optimizer, "O1", loss_scale=1.0, **settings)
         tags.append(tag())
         with ampkit.disable_casts():
             assert tag() == tags[0]
@@ -488,9 +487,7 @@ def test_exported_program_holds_the_casts_and_outlives_the_session(level, strict
 
 
 def test_export_sees_masters_written_since_the_last_forward():
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialize_quietly(nn.Linear(4, 4, bias=False), sgd, "O2")
     nn.init.constant_(next(ampkit.master_params(optimizer)), 0.5)
     program = torch.export.export(model, (torch.ones(1, 4),))
     assert program.module()(torch.ones(1, 4)).tolist() == [[2.0] * 4]

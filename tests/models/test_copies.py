@@ -9,7 +9,16 @@ import textwrap
 import pytest
 import torch
 import torch.multiprocessing  # registers how tensors travel
-from helpers import iterate, others_slow, saved_and_loaded
+from helpers import (
+    assert_same,
+    initialize_quietly,
+    iterate,
+    iterate_in_torch,
+    others_slow,
+    saved_and_loaded,
+    sgd,
+    values_of,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,40 +52,29 @@ class RowClassifier(nn.Module):
         return y
 
 
+def trained_params(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def trained_a_little(level):
     """Return a model and its optimizer, initialized and two iterations old."""
-    torch.manual_seed(0)
     model = RowClassifier()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer = torch.optim.AdamW(trained_params(model), lr=0.02)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     classify_rows(model, optimizer, 2)
     return model, optimizer
 
 
-def classify_rows(model, optimizer, times=1):
-    """Run iterations on the three rows of X."""
-    iterate(lambda: F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer, times)
+def classify_rows(model, optimizer, times=1, run=iterate):
+    """Run iterations on the three rows of X; return the last loss."""
+    return run(lambda: F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer, times)
 
 
-def values(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_values(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_file(model):
-    return saved_and_loaded(model, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_file}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: saved_and_loaded(model, weights_only=False),
+}
 
 
 def assert_plain(module):
@@ -118,7 +116,7 @@ def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
     model, _ = trained_a_little(level)
     model.first.requires_grad_(False), model.frozen.requires_grad_(True)  # the flags of the moment are copied
     twin = copied(model)
-    assert_same_values(twin.state_dict(), values(model))
+    assert_same(twin.state_dict(), values_of(model))
     assert_plain(twin)
     assert type(twin) is RowClassifier and repr(twin) == repr(model)
     plain = in_float32(model)
@@ -130,33 +128,24 @@ def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
 
 
 def train_plainly(model, optimizer, times=3):
-    """Iterations on the three rows of X without ampkit's blocks."""
-    losses = []
-    for _ in range(times):
-        optimizer.zero_grad()
-        losses.append(F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])))
-        losses[-1].backward()
-        optimizer.step()
-    return losses
+    """Return the losses of iterations without ampkit."""
+    return [classify_rows(model, optimizer, run=iterate_in_torch) for _ in range(times)]
 
 
 @EACH_LEVEL
 def test_copy_trains_with_a_plain_optimizer_and_shares_nothing_with_its_original(copied, level):
     model, optimizer = trained_a_little(level)
     twin, plain = copied(model), in_float32(model)
-    before = values(twin)
+    before = values_of(twin)
     classify_rows(model, optimizer, 2)
-    assert_same_values(twin.state_dict(), before)
-    original = values(model)
-    losses = [
-        train_plainly(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5), times=4)
-        for net in (twin, plain)
-    ]
+    assert_same(twin.state_dict(), before)
+    original = values_of(model)
+    losses = [train_plainly(net, sgd(trained_params(net), lr=0.5), times=4) for net in (twin, plain)]
     assert losses[0][-1] < losses[0][0] and losses[0] == losses[1]
     assert torch.equal(twin.average, plain.average) and twin.average.any()
-    assert_same_values(model.state_dict(), original)
+    assert_same(model.state_dict(), original)
     model.eval()(X)
-    assert_same_values(model.state_dict(), original)
+    assert_same(model.state_dict(), original)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +154,17 @@ def test_copy_trains_with_a_plain_optimizer_and_shares_nothing_with_its_original
 )
 def test_copy_can_be_initialized(level, second):
     twin = copy.deepcopy(trained_a_little(level)[0])
-    start = values(twin)
-    optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    start = values_of(twin)
+    optimizer = sgd(trained_params(twin))
     ampkit.initialize(twin, optimizer, opt_level=second, verbosity=0)
     if second != "O3":  # whose weights are rounded
-        assert_same_values(values(twin), start)
+        assert_same(values_of(twin), start)
     assert twin.first.weight.dtype is (torch.bfloat16 if second in ("O2", "O3") else torch.float32)
     classify_rows(twin, optimizer)
-    trained = values(twin)
+    trained = values_of(twin)
     assert not torch.equal(trained["first.weight"], start["first.weight"])
     ampkit.close()
-    assert_same_values(twin.state_dict(), {name: value.float() for name, value in trained.items()})
+    assert_same(twin.state_dict(), {name: value.float() for name, value in trained.items()})
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
 
 
@@ -196,19 +185,18 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
         twin_optimizer, twin = copied((optimizer, model))
     assert twin_optimizer.step.__func__ is type(optimizer).step and "_ampkit" not in vars(twin_optimizer)
     held = {p for group in twin_optimizer.param_groups for p in group["params"]}
-    assert held == {p for p in twin.parameters() if p.requires_grad}
+    assert held == set(trained_params(twin))
     # The result of torch without ampkit from the same weights and moments.
     plain = in_float32(model)
-    trained = [p for p in plain.parameters() if p.requires_grad]
-    plain_optimizer = type(optimizer)(trained, lr=0.02)
+    plain_optimizer = type(optimizer)(trained_params(plain), lr=0.02)
     plain_optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
-    original = values(model)
+    original = values_of(model)
     ampkit.close()
     train_plainly(twin, twin_optimizer)
     train_plainly(plain, plain_optimizer)
-    assert_same_values(twin.state_dict(), plain.state_dict())
+    assert_same(twin.state_dict(), plain.state_dict())
     assert not torch.equal(twin.first.weight, original["first.weight"])
-    assert_same_values(model.state_dict(), original)
+    assert_same(model.state_dict(), original)
 
 
 def test_parameters_copied_before_their_model_are_those_of_its_copy(level):
@@ -216,27 +204,16 @@ def test_parameters_copied_before_their_model_are_those_of_its_copy(level):
     expected = in_float32(model).state_dict()
     params, twin = copy.deepcopy((list(model.parameters()), model))
     assert all(one is other for one, other in zip(params, twin.parameters()))
-    assert_same_values(twin.state_dict(), expected)
-
-
-class Tied(nn.Module):
-    """A model with the same weight at both ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x))
+    assert_same(twin.state_dict(), expected)
 
 
 @pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
 def test_tied_weights_of_a_copy_are_tied(copied, trained):
-    model = Tied().requires_grad_(trained)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trained else None
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for part in (copied(model), copied(nn.ModuleList([model.last, model.first]))):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    model.requires_grad_(trained)
+    ampkit.initialize(model, sgd(model.parameters()) if trained else None, opt_level="O2", verbosity=0)
+    for part in (copied(model), copied(nn.ModuleList([model[1], model[0]]))):
         assert len(list(part.parameters())) == 1 and next(part.parameters()).requires_grad is trained
         assert_plain(part)
 
@@ -244,7 +221,7 @@ def test_tied_weights_of_a_copy_are_tied(copied, trained):
 @pytest.mark.parametrize("level", ("O2", "O3"))
 def test_weight_that_was_removed_is_missing_in_copies(copied, level):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    ampkit.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
     model[1].bias = None
     twin = copied(model)
     assert twin[1].bias is None and set(twin.state_dict()) == {"0.weight", "0.bias", "1.weight"}
@@ -272,8 +249,7 @@ class Careful(RowClassifier):
 def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     small = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     model = torch.fx.symbolic_trace(small) if kind == "torch.fx" else Careful()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialize_quietly(model, sgd, level)
     classify_rows(model, optimizer)
     twin = copy.deepcopy(model.eval())
     assert type(twin) is not type(model) or kind != "torch.fx"  # each graph has a class of its own
@@ -281,12 +257,12 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     copies = [twin, model.__deepcopy__(memo=memo), *([model.__deepcopy__()] if kind != "torch.fx" else [])]
     assert memo
     for each in copies:
-        assert_same_values(each.state_dict(), values(model))
+        assert_same(each.state_dict(), values_of(model))
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
     torch.testing.assert_close(twin(X).float(), model(X).float(), atol=0.02, rtol=0.02)
-    before = values(twin)
+    before = values_of(twin)
     classify_rows(model, optimizer)
-    assert_same_values(twin.state_dict(), before)
+    assert_same(twin.state_dict(), before)
 
 
 # torch.load where there is no ampkit

@@ -51,8 +51,7 @@ def translator():
     return Translator()
 
 
-def sound():
-    return torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(1))
+SOUND = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(1))
 
 
 def cast(level="O2"):
@@ -66,15 +65,15 @@ def test_part_called_directly_computes_as_inside_the_model(level):
     model = cast(level)
     handle = model.model.encoder.register_forward_hook(lambda module, args, output: inside.append(output))
     with torch.no_grad():
-        whole = model(sound())
+        whole = model(SOUND)
         handle.remove()
-        direct = model.model.encoder(sound())
+        direct = model.model.encoder(SOUND)
         assert direct.dtype is LOW and torch.equal(direct, inside[0])
         assert not any(module._forward_pre_hooks for module in model.modules())
-        assert torch.equal(model.generate(sound()), whole)
-        torch.testing.assert_close(direct.float(), exact.model.encoder(sound()), rtol=0, atol=0.05)
+        assert torch.equal(model.generate(SOUND), whole)
+        torch.testing.assert_close(direct.float(), exact.model.encoder(SOUND), rtol=0, atol=0.05)
         scale = torch.full((8,), 2.0)
-        scaled, wanted = model.model.encoder(sound(), scale=scale), exact.model.encoder(sound(), scale=scale)
+        scaled, wanted = model.model.encoder(SOUND, scale=scale), exact.model.encoder(SOUND, scale=scale)
         torch.testing.assert_close(scaled.float(), wanted, rtol=0, atol=0.05)
         # Layers that lie beside one another, with states in a tuple.
         assert model.head(torch.ones(3, 8)).dtype is LOW
@@ -83,7 +82,7 @@ def test_part_called_directly_computes_as_inside_the_model(level):
 
 
 def test_gradients_flow_through_a_part_called_directly():
-    exact, x = translator(), sound().requires_grad_()
+    exact, x = translator(), SOUND.clone().requires_grad_()
     exact.model.encoder(x)[..., 0].sum().backward()
     wanted, x.grad = x.grad, None
     model = cast()
@@ -122,7 +121,7 @@ def test_weight_used_without_casts_has_its_float32_value():
 
 
 def test_at_o5_a_part_computes_as_inside_of_its_model_and_a_weight_used_outside_is_float32():
-    exact, model, x = translator(), ampkit.initialize(translator(), opt_level="O5", verbosity=0), sound()
+    exact, model, x = translator(), ampkit.initialize(translator(), opt_level="O5", verbosity=0), SOUND
     inside = []
     model.model.encoder.register_forward_hook(lambda module, args, output: inside.append(output))
     assert model(x).dtype is LOW  # with casts before and after

@@ -30,7 +30,6 @@ SEEDS, STEPS = (0, 1), 20
 TOLERANCE, TIMES_AUTOCAST = 0.02, 2
 
 adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
-sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 def regression(model, x, y):
@@ -39,10 +38,6 @@ def regression(model, x, y):
 
 def classification(model, x, y):
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-
-def of_several(model, *batch):
-    return F.mse_loss(model(*batch[:-1]), batch[-1])
 
 
 def own_loss(model, *batch):
@@ -140,12 +135,6 @@ def long_sequences(generator):
     return x, x
 
 
-def waves(generator):
-    x, _ = long_sequences(generator)
-    angles = torch.arange(300)[:, None] / 10 ** (torch.arange(8.0) / 8)
-    return x, 0.8 * x * torch.cat([angles.sin(), angles.cos()], -1)
-
-
 def tokens(generator):
     ids = torch.randint(20, (16, 1), generator=generator)
     for _ in range(12):
@@ -156,11 +145,6 @@ def tokens(generator):
 def last_token(generator):
     x, y = tokens(generator)
     return x, y[:, -1]
-
-
-def images(generator, size=8):
-    y = torch.randint(4, (16,), generator=generator)
-    return torch.randn(16, 3, size, size, generator=generator) + drawn(4, 3, size, size)[y], y
 
 
 def signals(generator):
@@ -217,37 +201,23 @@ def scaled_dot_product_attention_with_a_mask(self, ids):
 # Positions and times.
 
 
-def projections(**others):
+def projections():
     """Keys and queries that point one way, so that what turns them tells positions apart; values are equal to the input."""
-    parts = dict(qkv=nn.Linear(16, 48), out=nn.Linear(16, 16), **others)
+    parts = dict(qkv=nn.Linear(16, 48), out=nn.Linear(16, 16))
     nn.init.constant_(parts["qkv"].bias[:32], 4.0)
     nn.init.eye_(parts["qkv"].weight[32:])
     nn.init.eye_(parts["out"].weight)
     return parts
 
 
-def inverse_frequencies(base=10):
-    return 1 / base ** (torch.arange(0, 16, 2).float() / 16)
-
-
-def rotary_attention(self, x, frequencies):
+@idiom(projections, long_sequences)
+def rotary_in_forward(self, x):
+    frequencies = 1 / 10 ** (torch.arange(0, 16, 2).float() / 16)
     angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
     q, k, v = self.qkv(x).chunk(3, dim=-1)
     q, k = (part * cos + torch.cat([-part[..., 8:], part[..., :8]], -1) * sin for part in (q, k))
     return self.out(self_attention(torch.cat([q, k, v], -1)))
-
-
-@idiom(projections, long_sequences)
-def rotary_in_forward(self, x):
-    return rotary_attention(self, x, inverse_frequencies())
-
-
-@idiom(lambda: projections(frequencies=inverse_frequencies()), waves)
-def einsum_of_positions(self, x):
-    positions = torch.arange(x.shape[1], dtype=torch.float32)
-    angles = torch.einsum("i,j->ij", positions, self.frequencies)
-    return self.out(x * torch.cat([angles.sin(), angles.cos()], -1))
 
 
 # Recurrence.
@@ -268,21 +238,6 @@ def cell_into_zeros(self, x):
 @idiom(lambda: dict(w=nn.Parameter(drawn(20, 16) / 4), head=nn.Linear(16, 20)), tokens, classification)
 def one_hot(self, ids):
     return self.head(torch.relu(F.one_hot(ids, 20).float() @ self.w))
-
-
-# Sets and geometry.
-
-
-def sets(generator):
-    x = torch.randn(64, 16, generator=generator)
-    index = torch.randint(8, (64,), generator=generator)
-    return x, index, torch.zeros(8, 4).index_add(0, index, x[:, :4]).tanh()
-
-
-@idiom(two_layers, sets, of_several)
-def scatter_into_zeros(self, x, index):
-    hidden = torch.relu(self.inner(x))
-    return self.outer(torch.zeros(8, 32).scatter_add(0, index[:, None].expand(-1, 32), hidden))
 
 
 @idiom(lambda: dict(router=nn.Linear(16, 4), experts=nn.ModuleList(mlp(16, 16, 4) for _ in range(4))), vectors)
@@ -363,42 +318,6 @@ def rms_norm_by_hand(self, x):
     return self.outer(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.g)
 
 
-# Convolutions and their norms.
-
-
-@idiom(
-    lambda make: dict(conv1=nn.Conv2d(3, 8, 3), between=make(), conv2=nn.Conv2d(8, 8, 3), head=nn.Linear(8, 4)),
-    images,
-    classification,
-    sgd,
-    variants={
-        "and batch norm": lambda: nn.BatchNorm2d(8),
-        "of each channel": lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8),
-    },
-)
-def convolutions(self, x):
-    x = F.relu(self.between(self.conv1(x)))
-    return self.head(F.adaptive_avg_pool2d(self.conv2(x), 1).flatten(1))
-
-
-# Code of scripts around a forward.
-
-
-def dictionary(generator):
-    x, y = vectors(generator)
-    return ({"x": x, "mask": torch.ones(64, dtype=torch.bool), "extra": {"bias": x[:, :4] * 0.1}, "labels": y},)
-
-
-def of_dictionaries(model, batch):
-    return F.mse_loss(model(batch)["out"]["logits"], batch["labels"])
-
-
-@idiom(lambda: dict(net=mlp(16, 32, 4)), dictionary, of_dictionaries)
-def dictionaries(self, batch):
-    hidden = self.net(batch["x"] * batch["mask"][:, None])
-    return {"out": {"logits": hidden + batch["extra"]["bias"]}, "count": batch["mask"].sum()}
-
-
 # The tests.
 
 
@@ -431,8 +350,6 @@ COMPILED = [
     "one hot",
     "house prices",
     "rms norm by hand",
-    "convolutions and batch norm",
-    "dictionaries",
 ]
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import backward, iterate
+from helpers import assert_same, backward, iterate, values_of
 from torch import nn
 
 import ampkit
@@ -83,36 +83,32 @@ def test_trains_as_the_same_model_made_float32_by_hand(level, optimizer_name, wi
     twin.load_state_dict(float32_state_dict(model, optimizer))  # with the rests that ampkit's optimizer keeps
     twins_optimizer = OPTIMIZERS[optimizer_name](twin.parameters())
     twins_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts state to the parameters' dtype
-    results, wanted = [], []
-    for each, its_optimizer, into in ((model, optimizer, results), (twin, twins_optimizer, wanted)):
-        ampkit.initialize(each, its_optimizer, opt_level=level, verbosity=0)
-        train(each, its_optimizer)
-        into += [each.state_dict(), len(its_optimizer.state)]
-    assert results[0].keys() == wanted[0].keys()
-    for name, value in wanted[0].items():
-        assert results[0][name].dtype is value.dtype and torch.equal(results[0][name], value), name
-    assert results[1] == wanted[1] >= 6  # six parameters are trained
+    results = []
+    for pair in ((model, optimizer), (twin, twins_optimizer)):
+        ampkit.initialize(*pair, opt_level=level, verbosity=0)
+        train(*pair)
+        results.append((pair[0].state_dict(), len(pair[1].state)))
+    assert_same(*results)
+    assert results[0][1] >= 6  # six parameters are trained
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("level", LEVELS)
 def test_while_the_session_lives_values_are_float32_and_close_gives_the_dtype_back(level, dtype):
     model = born(dtype, norms=torch.float32)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = values_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # 1e-8 is 0 in float16
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) and value.dtype is not dtype, name
     train(model, optimizer)
-    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = values_of(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert {p.dtype for p in twin.parameters()} == {torch.float32} and twin.shift.dtype is torch.float32
-        assert all(torch.equal(value, trained[name]) for name, value in twin.state_dict().items())
+        assert_same(twin.state_dict(), trained)
     backward(loss_of(model), optimizer)
     ampkit.close()
-    for name, value in model.state_dict().items():
-        assert value.dtype is before[name].dtype, name
-        assert torch.equal(value, trained[name].to(value.dtype)), name
+    assert_same(model.state_dict(), {name: value.to(before[name].dtype) for name, value in trained.items()})
     for name, param in model.named_parameters():
         assert param.grad is None or param.grad.dtype is param.dtype, name
     assert floating_dtypes(optimizer) == {dtype, torch.float32}  # the norm's is float32
@@ -129,7 +125,7 @@ def test_a_second_initialize_does_not_round_what_was_learned():
         masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
         moments = [optimizer.state[p]["exp_avg"] for p in ampkit.master_params(optimizer) if p in optimizer.state]
         if learned is not None:
-            assert all(torch.equal(one, other) for one, other in zip(masters, learned, strict=True))
+            assert_same(masters, learned)
             assert {moment.dtype for moment in moments} == {torch.float32}
         train(model, optimizer)
         learned = [p.detach().clone() for p in ampkit.master_params(optimizer)]
@@ -158,7 +154,7 @@ def test_an_initialize_that_fails_halfway_leaves_dtypes_values_and_state(monkeyp
     for level in ("O1", "O2", "O5"):
         with pytest.raises(ZeroDivisionError):
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-        torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+        assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
         assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
 
 
@@ -194,7 +190,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_loaded_after_initialize_and_a_warning_
 ):
     def begun():
         model = born(dtype)
-        return model, make([param for param in model.parameters() if param.requires_grad])
+        return model, make(trained_params(model))
 
     def load():
         for one, state in zip((model, optimizer), saved):
@@ -214,7 +210,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_loaded_after_initialize_and_a_warning_
     assert caplog.text.count("has state already") == 1 and "call load_state_dict() of model and" in caplog.text
     load()
     train(model, optimizer)
-    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    assert_same(model.state_dict(), whole)
 
 
 def with_int8_weight(model):

@@ -5,7 +5,6 @@ within 1e-5 of that here, bfloat16 off by 1e-3 and more.
 """
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -214,34 +213,6 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-#: Beside layers alone, which test_layers.py gives float32.
-TAKERS = {
-    "linear": lambda: nn.Linear(8, 8),
-    "attention": Attention,
-    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-    "batch norm": lambda: nn.BatchNorm1d(4),
-    "batch norm without weights": lambda: nn.BatchNorm1d(4, affine=False),
-    "group norm": lambda: nn.GroupNorm(2, 4),
-}
-
-
-@pytest.mark.parametrize("level, training", [("O1", True), ("O2", True), ("O2", False), ("O3", True)])
-@pytest.mark.parametrize("taker", TAKERS)
-def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), TAKERS[taker](), nn.Linear(8, 8)).train(training)
-    twin, x = copy.deepcopy(model).double(), torch.randn(3, 4, 8)
-    initialized(model, level, keep_fp32="1")
-    with torch.set_grad_enabled(training):
-        actual, exact = model(x), twin(x.double())
-    assert distance(actual.detach(), exact.detach()) < 0.05
-    if training:
-        actual.float().square().mean().backward()
-        exact.square().mean().backward()
-        actual, exact = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, twin))
-        assert distance(actual, exact) < 0.1
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_named_norm_hands_on_float32_as_all_that_is_named(norm, level):
     model = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4))
@@ -297,9 +268,6 @@ def test_close_leaves_nothing_on_the_model(level):
     assert plain_state(model) == before and {p.dtype for p in model.parameters()} == {F32}
 
 
-pickled = functools.partial(saved_and_loaded, weights_only=False)
-
-
 @pytest.mark.parametrize("copied", [copy.copy, replica])
 def test_copy_that_shares_weights_computes_as_the_model_does(copied, level):
     model = initialized(Net(), level, keep_fp32="head")
@@ -318,7 +286,7 @@ def test_kept_module_copied_alone_is_a_float32_module(level):
     twin, exact, x = copy.deepcopy(model.head), in_float64(copy.deepcopy(model.head)), torch.randn(3, 16)
     ampkit.close()
     assert is_float32s(twin(x), exact(x.double()))
-    assert pickled(twin)(x).dtype is F32
+    assert saved_and_loaded(twin, weights_only=False)(x).dtype is F32
 
 
 def test_initialized_again_without_keep_fp32_keeps_nothing(level):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers import iterate
+from helpers import initialize_quietly, iterate, sgd
 from torch import nn
 
 import ampkit
@@ -77,16 +77,15 @@ def test_scripted_part_that_came_in_bfloat16_is_float32_until_close(part, level)
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_scripted_model_trains_at_o1(level):
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    returned, _ = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert returned is model
+    returned, optimizer = initialize_quietly(model, sgd, level)
     x = torch.randn(64, 4)
-    assert model(x).dtype is torch.bfloat16
-    losses = [
-        iterate(lambda: (model(x).float() - x.sum(1, keepdim=True)).square().mean(), optimizer) for _ in range(40)
-    ]
+    assert returned is model and model(x).dtype is torch.bfloat16
+    first, last = (
+        iterate(lambda: (model(x).float() - x.sum(1, keepdim=True)).square().mean(), optimizer, times)
+        for times in (1, 39)
+    )
     ampkit.close()
-    assert losses[-1] < 0.1 * losses[0] and model(x).dtype is torch.float32
+    assert last < 0.1 * first and model(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("level, settings", [("O2", {}), ("O1", dict(scope="forward"))])
@@ -100,8 +99,7 @@ def test_scripted_model_is_refused_where_its_forward_would_be_wrapped(level, set
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_a_trace_of_a_model_warns_of_nothing_and_holds_what_was_written_before(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialize_quietly(model, sgd, level)
     with torch.no_grad():
         next(ampkit.master_params(optimizer)).fill_(0.5)  # a loan, which ends before the trace records anything
     x = torch.arange(8.0).view(2, 4)

@@ -3,16 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import initialize_quietly, o1
+from helpers import o1
 from torch import nn
 
 import ampkit
 
 pytestmark = pytest.mark.switch
-
-
-def sgd(params):
-    return torch.optim.SGD([param for param in params if param.requires_grad], lr=0.05)
 
 
 def test_lower_precision_values_are_taken_as_float32_values():
@@ -31,8 +27,7 @@ def test_lower_precision_values_are_taken_as_float32_values():
 def test_another_model_is_cast_as_it_asks():
     with o1():
         assert nn.Linear(2, 2).half().weight.dtype is torch.float16
-    model, _ = initialize_quietly(nn.Linear(2, 2), sgd, "O1")
-    other, _ = initialize_quietly(nn.Linear(2, 2), sgd, "O2")
+    model, other = (ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0) for level in ("O1", "O2"))
     assert other.weight.dtype is not torch.float32 and model.weight.dtype is torch.float32
 
 

@@ -1,13 +1,12 @@
 """torch.amp's functions at O1: each works as under torch.autocast, whose state switches ampkit's casts."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import backward, o1
+from helpers import backward, in_threads, initialize_quietly, o1
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -230,9 +229,7 @@ def test_tables_win_over_the_lists_of_autocast():
 def test_initialized_in_one_thread_closed_in_another():
     model = initialized(nn.Linear(2, 2))
     assert torch.is_autocast_enabled("cpu")
-    thread = threading.Thread(target=ampkit.close)
-    thread.start()
-    thread.join()
+    in_threads(ampkit.close)
     for _ in range(3):  # Python runs what waits for its main thread between two instructions
         pass
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
@@ -240,22 +237,12 @@ def test_initialized_in_one_thread_closed_in_another():
 
 
 def test_thread_that_is_not_the_main_one_is_switched_off_at_its_next_call_of_ours():
-    seen, closed, ready = [], threading.Event(), threading.Event()
-
-    def other():
-        initialized(nn.Linear(2, 2))
-        ready.set()
-        closed.wait(60)
+    with ThreadPoolExecutor(1) as thread:
+        model = thread.submit(initialized, nn.Linear(2, 2)).result(60)
         ampkit.close()
-        seen.append(torch.is_autocast_enabled("cpu"))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert ready.wait(60)
-    ampkit.close()
-    closed.set()
-    thread.join()
-    assert seen == [False]
+        thread.submit(ampkit.close).result(60)
+        assert not thread.submit(torch.is_autocast_enabled, "cpu").result(60)
+    del model
 
 
 def as_torch_is():
@@ -272,20 +259,6 @@ def test_session_closed_inside_a_region_is_switched_off_soon_after_its_end():
     assert as_torch_is()
 
 
-class Closing(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        ampkit.close()
-        return torch.ones(1)
-
-
-def closing_distance(a, b):
-    ampkit.close()
-    return (a - b).sum(1)
-
-
 def in_a_hook():
     y = torch.ones(1, 2, requires_grad=True) * 2
     y.register_hook(lambda grad: ampkit.close())
@@ -294,9 +267,9 @@ def in_a_hook():
 
 ENDS = {
     "in a hook": in_a_hook,
-    "while data is fetched": lambda: list(torch.utils.data.DataLoader(Closing())),
+    "while data is fetched": lambda: list(torch.utils.data.DataLoader([1], collate_fn=lambda _: ampkit.close())),
     "in a function of torch's": lambda: F.triplet_margin_with_distance_loss(
-        *torch.randn(3, 2, 2), distance_function=closing_distance
+        *torch.randn(3, 2, 2), distance_function=lambda a, b: (ampkit.close(), (a - b).sum(1))[1]
     ),
     "in casts that are disabled": ampkit.disable_casts()(lambda: ampkit.close()),
 }
@@ -330,8 +303,8 @@ def test_closure_is_cast_and_the_step_around_it_is_not():
             super().step(closure)
             seen.append(product())
 
-    model, seen = nn.Linear(4, 4), []
-    model, optimizer = initialized(model, Watching(model.parameters(), lr=0.1), loss_scale=128.0)
+    seen = []
+    model, optimizer = initialize_quietly(nn.Linear(4, 4), Watching, "O1", loss_scale=128.0)
 
     def closure():
         optimizer.zero_grad()
@@ -342,19 +315,3 @@ def test_closure_is_cast_and_the_step_around_it_is_not():
 
     optimizer.step(closure)
     assert seen == [torch.float32, LOW, torch.float32]
-
-
-def test_recomputation_of_a_model_at_another_level_is_as_its_forward():
-    class Net(nn.Linear):
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=False)
-
-        def block(self, x):
-            seen.append(product())
-            return (x @ self.weight) * x
-
-    seen = []
-    plain = ampkit.initialize(Net(4, 4), opt_level="O0", verbosity=0)
-    initialized(nn.Linear(2, 2))
-    plain(torch.randn(2, 4)).sum().backward()
-    assert seen == [torch.float32, torch.float32]

@@ -1,7 +1,6 @@
 """The weight-cast cache: one cast per weight, and never a stale one."""
 
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from helpers import backward, o1
+from helpers import backward, casts_made, in_threads, initialize_quietly, o1, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -36,10 +35,6 @@ def casting_in_cpp():
 
 def store_of(casting):
     return casting.caches.of(torch.bfloat16)
-
-
-def casts_made(casting):
-    return store_of(casting).casts_made
 
 
 def kept(casting):
@@ -134,21 +129,14 @@ def test_threads_share_the_cache(casting):
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.rand(2, 4)
     expected = model(x).detach()
     casting.caches.drop()
-    wrong = []
 
     def run():
         for _ in range(500):  # a cast that waits for autograd's locks with the GIL has to meet one that holds them
             with casting.forward_scope():
-                if not torch.equal(model(x), expected):
-                    wrong.append(threading.get_ident())
+                assert torch.equal(model(x), expected)
                 casting.caches.drop()
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(run, run, run, run)
 
 
 @pytest.mark.cuda
@@ -180,13 +168,12 @@ def test_cache_is_bypassed_while_a_cuda_graph_is_captured(casting, monkeypatch):
 
 def operands(result):
     """The activation and weight that mm, or linear without bias, saved for its backward pass."""
-    saved = result.grad_fn
-    return saved._saved_self, saved._saved_mat2
+    return result.grad_fn._saved_self, result.grad_fn._saved_mat2
 
 
-def activation(**settings):
+def activation():
     """A tensor made by autograd, not a leaf."""
-    return torch.ones(3, 2, requires_grad=True, **settings) * 1.5
+    return torch.ones(3, 2, requires_grad=True) * 1.5
 
 
 def shares(first, second):
@@ -255,8 +242,7 @@ def test_leaf_is_cast_anew_since_its_memory_is_others_too(casting, has_gradient,
 def test_casts_of_activations_keep_nothing_alive(casting):
     x, w = activation(), nn.Parameter(torch.eye(2))
     result = torch.mm(x, w)
-    low = weakref.ref(operands(result)[0])
-    source = weakref.ref(x)
+    low, source = weakref.ref(operands(result)[0]), weakref.ref(x)
     result.sum().backward()
     gc.collect()
     assert low() is None, "the cast outlived the backward pass"
@@ -322,15 +308,11 @@ def test_second_derivative_goes_through_a_shared_activation(casting):
 # -- how long a cast lives
 
 
-class Twice(nn.Module):
+class Twice(nn.Sequential):
     """A model whose call uses a weight and a bias twice, with a method that makes two calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
     def forward(self, x):
-        return self.layer(self.layer(x))
+        return self[0](self[0](x))
 
     def both(self, x):
         return self(x) + self(x)
@@ -341,16 +323,15 @@ CALLS = {
     "a call": (lambda model, x: model(x), 2),
     "two calls": (lambda model, x: model(x) + model(x), 4),
     "a method with two calls": (lambda model, x: model.both(x), 2),
-    "a part, outside of a call": (lambda model, x: model.layer(x) + model.layer(x), 4),
+    "a part, outside of a call": (lambda model, x: model[0](x) + model[0](x), 4),
 }
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("use", CALLS)
 def test_weight_is_cast_once_in_the_outermost_call(use, mode):
-    model, x = Twice(), torch.rand(2, 3)
-    ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache, (run, casts) = ampkit.current_session().casting.caches.of(torch.bfloat16), CALLS[use]
+    (model, _), x = initialize_quietly(Twice(nn.Linear(3, 3)), sgd, "O1"), torch.rand(2, 3)
+    cache, (run, casts) = store_of(ampkit.current_session().casting), CALLS[use]
     for times in (1, 2):
         with mode():
             run(model, x)
@@ -359,14 +340,13 @@ def test_weight_is_cast_once_in_the_outermost_call(use, mode):
 
 def test_delayed_micro_batches_cast_a_weight_once_per_step():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
-    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.caches.of(torch.bfloat16)
+    model, optimizer = initialize_quietly(model, sgd, "O1")
     for steps in (1, 2):
         for micro_batch in range(4):
             backward(model(x).sum(), optimizer, delay_unscale=micro_batch < 3)
         optimizer.step()
         optimizer.zero_grad()
-        assert cache.casts_made == 4 * steps
+        assert casts_made(ampkit.current_session().casting) == 4 * steps
 
 
 class OfAScript:
@@ -391,8 +371,7 @@ STEPS = {
 def test_step_drops_casts_that_a_later_micro_batch_made(kind):
     """After the step, writes are seen that torch does not count, to a ``.data`` that was kept."""
     make, factor = STEPS[kind]
-    model, x = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
-    model, optimizer = ampkit.initialize(model, make(model.parameters()), opt_level="O1", verbosity=0)
+    (model, optimizer), x = initialize_quietly(nn.Linear(2, 1, bias=False), make, "O1"), torch.ones(1, 2)
     data = model.weight.data
     backward(model(x).sum() * factor, optimizer, delay_unscale=True)
     model(x)  # for a metric, say

@@ -53,23 +53,14 @@ def kept(alias):
     def prepare(params):
         aliases = [alias(param) for param in params]
 
+        @torch.no_grad()
         def write(factor):
-            with torch.no_grad():
-                for one in aliases:
-                    one *= factor
+            for one in aliases:
+                one *= factor
 
         return write
 
     return prepare
-
-
-def in_place(param, factor):
-    with torch.no_grad():
-        param.mul_(factor)
-
-
-def assigned(param, factor):
-    param.data = param.detach() * factor
 
 
 def numpy_of(param):
@@ -81,11 +72,7 @@ def flat_buffer(params):
     for param in params:
         param.data = buffer[begin : begin + param.numel()].view_as(param)
         begin += param.numel()
-
-    def write(factor):
-        buffer.mul_(factor)
-
-    return write
+    return buffer.mul_
 
 
 def loading(params):
@@ -126,9 +113,9 @@ def stepped(make):
 
 
 WRITES = {
-    "in place": each(in_place),
+    "in place": each(torch.no_grad()(lambda param, factor: param.mul_(factor))),
     "data in place": each(lambda param, factor: param.data.mul_(factor)),
-    "data assigned": each(assigned),
+    "data assigned": each(lambda param, factor: setattr(param, "data", param.detach() * factor)),
     "loading": loading,
     "kept data": kept(lambda param: param.data),
     "kept detached": kept(lambda param: param.detach()),
@@ -240,15 +227,8 @@ def search(model, run, write, after=lambda loss: None):
     return flat(losses)
 
 
-class Writer(nn.Module):
+class Writer(nn.Sequential):
     """A model with a method that runs it: one call, in which the weights change."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = make_model()
-
-    def forward(self, x):
-        return self.body(x)
 
     def search(self, run, write):
         return search(self, run, write)
@@ -275,7 +255,7 @@ def inside_of_keep_casts(run, model, write):
 @pytest.mark.parametrize("way", SEEN_INSIDE)
 def test_write_where_casts_outlive_a_forward_is_seen(way, place):
     def script(run):
-        model = Writer()
+        model = Writer(make_model())
         return place(run, model, WRITES[way](list(model.parameters())))
 
     assert_as_close_as_autocast(script)

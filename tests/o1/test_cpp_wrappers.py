@@ -8,9 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import o1
+from helpers import Operators, o1
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = pytest.mark.compiled("wrappers")
@@ -117,25 +116,20 @@ def test_call_has_the_same_outcome_in_both_languages(name):
 
 
 def test_dispatch_mode_sees_every_cast(casting, w):
-    seen = []
-
-    class Recording(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    torch.mm(a(), w)
-    with Recording(), FlopCounterMode(display=False) as flops:
+    with casting.caches.call():
         torch.mm(a(), w)
+        with Operators() as seen, FlopCounterMode(display=False) as flops:
+            torch.mm(a(), w)
     # A cast of before would be missing from what is recorded.
-    assert seen.count(torch.ops.aten._to_copy.default) == 2 and flops.get_total_flops() == 2 * 27
+    assert seen.names.count("_to_copy") == 2 and flops.get_total_flops() == 2 * 27
 
 
 def test_make_fx_with_real_tensors_contains_the_cast_of_a_cached_weight(casting, w):
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    torch.mm(a(), w)
-    graph = make_fx(lambda x, weight: torch.mm(x, weight))(a(), w)
+    with casting.caches.call():
+        torch.mm(a(), w)
+        graph = make_fx(lambda x, weight: torch.mm(x, weight))(a(), w)
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
     assert not constants
     assert graph(a(), 2 * w.detach()).equal(torch.mm(a(), 2 * w.detach()))

@@ -18,11 +18,8 @@ pytestmark = pytest.mark.switch
 
 
 @pytest.fixture(autouse=True)
-def forget_registrations():
-    before = dict(engine_module._registered)
-    yield
-    engine_module._registered.clear()
-    engine_module._registered.update(before)
+def forget_registrations(monkeypatch):
+    monkeypatch.setattr(engine_module, "_registered", {})
 
 
 def dtypes(*args, **kwargs):
@@ -229,13 +226,10 @@ def test_disable_casts_suspends_float_function_and_nothing_else(level):
     with ampkit.disable_casts():
         inside = model(x)
         seen += function(low)
-        with ampkit.disable_casts():
-            seen += function(low)
-        seen += function(low)
         with ThreadPoolExecutor(1) as pool:
             seen += pool.submit(function, low).result()
         assert {p.dtype for p in model.parameters()} == {FULL if level == "O5" else LOW}
-    assert seen == [LOW, LOW, LOW, FULL] and function(low) == [FULL]
+    assert seen == [LOW, FULL] and function(low) == [FULL]
     assert torch.equal(inside[1], inside[2])
     torch.testing.assert_close(inside[0].float(), outside[0].float(), rtol=0.02, atol=0.02)
     with pytest.raises(ZeroDivisionError), ampkit.disable_casts():

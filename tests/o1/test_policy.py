@@ -12,7 +12,7 @@ import ampkit
 import ampkit.casting.engine as engine_module
 from ampkit import Policy
 from ampkit.errors import ConfigurationError, RefusedOperation
-from ampkit.policy import TABLES, CastKind, CastRule, RuleGroup, expand, tables
+from ampkit.policy import CastKind, RuleGroup, expand, tables
 
 pytestmark = pytest.mark.switch
 
@@ -28,12 +28,6 @@ def test_expand_leaves_out_names_that_this_torch_lacks():
     owners = ("torch", "torch.no_such_module", "torch.Tensor")
     rules = expand([RuleGroup(CastKind.FP32, owners, ("exp", "no_such_function"), "for the test")])
     assert [(rule.owner, rule.name) for rule in rules] == [(torch, "exp"), (torch.Tensor, "exp")]
-
-
-def test_expand_lets_the_users_rule_win():
-    extra = CastRule(CastKind.LOWER_PRECISION_FP, torch, "exp")
-    rules = expand(TABLES["default"], [extra])
-    assert [rule for rule in rules if rule.owner is torch and rule.name == "exp"] == [extra]
 
 
 # -- what a caller may choose and change

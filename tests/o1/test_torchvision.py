@@ -1,12 +1,11 @@
 """torchvision's operators and detection models, at every level: boxes are compared and moved in float32."""
 
-import contextlib
 import itertools
 import sys
 
 import pytest
 import torch
-from helpers import backward, o1, others_slow
+from helpers import backward, initialize_quietly, o1, others_slow, sgd
 from torch import nn
 from torch._ops import OpOverloadPacket
 
@@ -33,12 +32,9 @@ SCORES, IMAGE = numbers(10).bfloat16(), numbers(1, 4, 16, 16).bfloat16() - 0.5
 ROIS = torch.cat([torch.zeros(10, 1), boxes().float()], 1)
 
 
-@contextlib.contextmanager
 def session(level):
     """A session of a model that uses no operator; `LOW` is the lower precision of each level."""
-    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    yield model
-    ampkit.close()
+    return ampkit.session(nn.Linear(2, 2), opt_level=level, verbosity=0)
 
 
 def deformed(x):
@@ -198,8 +194,7 @@ def test_detector_trains_and_evaluates(cls, level, inside):
     model = Wrapped(detector(cls)) if inside else detector(cls)
     expected = losses_of(model)
     model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = initialize_quietly(model, lambda params: sgd(params, 0.01), level)
     losses = losses_of(model)
     backward(sum(losses.values()), optimizer)
     optimizer.step()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import o1
+from helpers import assert_same, casts_made, o1
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -26,10 +26,6 @@ def casting():
 
 def make_model(depth=3, width=4):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-
-
-def casts_made(casting):
-    return casting.caches.of(LOW).casts_made
 
 
 def cast_weights(casting):
@@ -73,8 +69,7 @@ def test_losses_and_gradients_are_those_of_single_casts(casting):
     with o1(in_python=True) as single:
         alone = train_once(single, twin, x)
     assert torch.equal(together, alone)
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+    assert_same(*([p.grad for p in one.parameters()] for one in (model, twin)))
 
 
 def test_gradients_arrive_while_others_are_still_to_be_computed(casting):

@@ -9,7 +9,16 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, STORED_BF16, backward, initialize_quietly, iterate, saved_and_loaded
+from helpers import (
+    ROOT,
+    STORED_BF16,
+    assert_same,
+    initialize_quietly,
+    iterate,
+    iterate_in_torch,
+    saved_and_loaded,
+    values_of,
+)
 from torch import nn
 
 import ampkit
@@ -48,12 +57,7 @@ def loss_of(model):
 
 
 def train(model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-    return loss.item()
+    iterate_in_torch(lambda: loss_of(model), optimizer, steps)
 
 
 def gradients_like(params, seed):
@@ -66,11 +70,6 @@ def bits(optimizer):
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         found += [param.detach().clone(), *(v.clone() for v in optimizer.state[param].values() if v is not None)]
     return found
-
-
-def assert_same(these, those):
-    assert len(these) == len(those)
-    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(these, those))
 
 
 @pytest.mark.parametrize("name, max_norm", [*((name, None) for name in MAKERS), ("AdamW", 0.05), ("SGD", 0.05)])
@@ -183,7 +182,7 @@ def test_in_backward_a_bad_gradient_skips_its_parameter():
 
 
 def resumed(pair, name):
-    model, optimizer = net(), None
+    model = net()
     model.load_state_dict(pair[0].state_dict())
     optimizer = MAKERS[name](model.parameters())
     optimizer.load_state_dict(saved_and_loaded(pair[1].state_dict()))
@@ -297,8 +296,7 @@ def test_float32_values_go_out_and_in():
     plain.load_state_dict(values)
     assert abs(loss_of(plain).item() - loss_of(model).item()) < 0.01
     load_float32(other, twin, values)
-    for name, value in float32_state_dict(other, twin).items():
-        assert torch.equal(value, values[name])
+    assert_same(float32_state_dict(other, twin), values)
 
 
 def test_tied_weights_have_one_value():
@@ -364,20 +362,15 @@ def test_a_session_takes_rests_over_and_gives_them_back(name, level):
     before = float32_state_dict(model, optimizer)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert not any("rest" in state for state in optimizer.state.values())
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
+    assert_same(model.state_dict(), before)
     ampkit.close()
-    after = float32_state_dict(model, optimizer)
     assert all(p.dtype is BF16 for p in model.parameters())
-    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert_same(float32_state_dict(model, optimizer), before)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    optimizer.zero_grad()
-    backward(loss_of(model), optimizer)
-    optimizer.step()
-    learned = {key: value.clone() for key, value in model.state_dict().items()}
+    iterate(lambda: loss_of(model), optimizer)
+    learned = values_of(model)
     ampkit.close()
-    after = float32_state_dict(model, optimizer)
-    assert all(torch.equal(after[key], learned[key]) for key in learned)
+    assert_same(float32_state_dict(model, optimizer), learned)
     train(model, optimizer, 2)
 
 

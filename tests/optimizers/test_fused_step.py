@@ -6,7 +6,15 @@ import math
 import pytest
 import test_fused_optimizers
 import torch
-from helpers import STORED_BF16, assert_all_close, backward, fused_class, initialize_quietly, random_batch
+from helpers import (
+    STORED_BF16,
+    assert_all_close,
+    assert_same,
+    backward,
+    fused_class,
+    initialize_quietly,
+    random_batch,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -67,14 +75,15 @@ def float64_twin(make_twin, optimizer):
     return params, make_twin(params)
 
 
-def gradients_in_float64(model):
-    """The model's unscaled gradients in float64, after the backward pass."""
-    return [None if p.grad is None else p.grad.double() for p in model.parameters()]
+def give_gradients(params, model):
+    """Give the model's unscaled gradients to parameters in float64, after the backward pass."""
+    for param, p in zip(params, model.parameters(), strict=True):
+        param.grad = None if p.grad is None else p.grad.double()
 
 
 def assert_model_is_the_rounded_masters(model, optimizer):
-    for weight, master in zip(model.parameters(), masters(optimizer), strict=True):
-        assert torch.equal(weight, master.to(weight.dtype))
+    weights = list(model.parameters())
+    assert_same(weights, [master.to(p.dtype) for p, master in zip(weights, masters(optimizer), strict=True)])
 
 
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
@@ -88,8 +97,7 @@ def test_step_agrees_with_float64_torch_optim(name, level):
         model.zero_grad()
         # Apex counts steps for all of a group, not for each parameter.
         backward_on_batch(model, optimizer, step, with_side=step != 2 or name == "apex adamw")
-        for param, gradient in zip(params, gradients_in_float64(model)):
-            param.grad = gradient
+        give_gradients(params, model)
         optimizer.step()
         twin.step()
         assert_model_is_the_rounded_masters(model, optimizer)
@@ -128,8 +136,7 @@ def test_clipping_is_torchs_in_float64(name, way, level):
     for step in range(3):
         optimizer.zero_grad()
         backward_on_batch(model, optimizer, step)
-        for param, gradient in zip(params, gradients_in_float64(model)):
-            param.grad = gradient
+        give_gradients(params, model)
         found = CLIPS[way](optimizer, 0.1)
         expected = torch.nn.utils.clip_grad_norm_(params, 0.1)
         assert found.shape == () and math.isclose(found.item(), expected.item(), rel_tol=1e-5)
@@ -171,7 +178,7 @@ def test_clipping_an_overflow_leaves_it_to_the_loss_scale(level, make):
         ampkit.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer)))
+    assert_same(masters(optimizer), before)
 
 
 # Accumulation

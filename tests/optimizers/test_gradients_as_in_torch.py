@@ -4,9 +4,11 @@ The judge is the same script in plain torch: its numbers are powers of two, whic
 are in test_writes.py.
 """
 
+import functools
+
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, backward_of_one_weight, one_weight
+from helpers import STORED_BF16, at, backward, backward_of_one_weight, initialize_quietly, one_weight
 from torch import nn
 
 import ampkit
@@ -164,9 +166,7 @@ def two_weights(make_optimizer, level):
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.constant_(model.weight, 1.0)
-    optimizers = [make_optimizer(model.parameters(), lr=1.0) for model in models]
-    ampkit.initialize(models, optimizers, **at(level, policy="apex", verbosity=0))
-    return models, optimizers
+    return initialize_quietly(models, functools.partial(make_optimizer, lr=1.0), level, policy="apex")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

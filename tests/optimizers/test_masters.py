@@ -7,15 +7,18 @@ import torch
 from helpers import (
     FUSED_SETTINGS,
     STORED_BF16,
+    assert_same,
     at,
     backward,
     backward_of_one_weight,
     fused_class,
     initialize_quietly,
     iterate,
+    iterate_in_torch,
     one_weight,
     random_batch,
     saved_and_loaded,
+    values_of,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -67,12 +70,6 @@ def master_of(model, optimizer, name):
     return list(ampkit.master_params(optimizer))[index]
 
 
-def assert_equal_states(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
-
-
 # state_dict() has the float32 values
 
 
@@ -90,7 +87,7 @@ def test_state_dict_is_what_master_params_are_bit_for_bit(level, optimizer_name)
     assert not torch.equal(state["first.weight"], state["first.weight"].bfloat16().float())
     for part in ("first", "norm", "frozen"):
         of_part = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
-        assert_equal_states(model.get_submodule(part).state_dict(), of_part)
+        assert_same(model.get_submodule(part).state_dict(), of_part)
 
 
 # Writing
@@ -114,12 +111,12 @@ def test_what_is_loaded_reaches_masters_and_model(level, way):
     model, optimizer = with_masters(level)
     fit_batch(model, optimizer)
     tenth = torch.full((8, 4), 0.1)
-    expected = {**{name: value.clone() for name, value in model.state_dict().items()}, "first.weight": tenth}
+    expected = values_of(model) | {"first.weight": tenth}
     LOADS[way](model, tenth)
     assert torch.equal(master_of(model, optimizer, "first.weight"), tenth)
     model.eval()(torch.ones(2, 4))
     assert torch.equal(model.first.weight, tenth.bfloat16())
-    assert_equal_states(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -132,7 +129,7 @@ def test_load_state_dict_that_assigns_is_refused_and_changes_nothing(level):
         with pytest.raises(ampkit.ConfigurationError, match="Leave assign=True out"):
             part.load_state_dict(loaded, assign=True)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
-    assert_equal_states(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     ampkit.close()
     model.load_state_dict(before, assign=True)
 
@@ -160,7 +157,7 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
     loaded = optimizer.state_dict()
     assert loaded["param_groups"] == saved["param_groups"]
     for index, state in saved["state"].items():
-        assert_equal_states({key: loaded["state"][index][key] for key in state}, state)
+        assert_same({key: loaded["state"][index][key] for key in state}, state)
     fit_batch(model, optimizer)
 
 
@@ -196,11 +193,10 @@ def test_gradients_from_before_initialize_are_kept():
     model = FrozenMiddle()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.randn(3, 4)).sum().backward()
-    expected = {n: p - p.grad if p.grad is not None else p for n, p in model.named_parameters()}
-    expected = {name: value.detach().clone() for name, value in expected.items()}
+    expected = {n: (p if p.grad is None else p - p.grad).detach().clone() for n, p in model.named_parameters()}
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     optimizer.step()
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.items())
+    assert_same(model.state_dict() | expected, model.state_dict())
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
@@ -217,7 +213,7 @@ def test_two_optimizers_that_share_parameters_share_their_float32_values(make):
     assert torch.equal(model.last.bias, model.state_dict()["last.bias"].bfloat16())
     expected = copy.deepcopy(model.state_dict())
     ampkit.close()
-    assert_equal_states(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)
     assert model.last.weight.grad.dtype is torch.float32
     assert fast.param_groups[0]["params"][0] is model.last.weight is slow.param_groups[0]["params"][-2]
 
@@ -233,17 +229,21 @@ def narrow(kind, **how):
     return lambda params: kind(params, lr=0.01, **how)
 
 
-# Each level, and each optimizer.
+# Each level, and each optimizer; and what is loaded is loaded after `initialize`, or before it.
 RESUMED = [
-    *((level, OPTIMIZERS["AdamW"], {}) for level in (*LEVELS, STORED_BF16)),
-    *(("O2", make, {}) for make in (OPTIMIZERS["SGD"], OPTIMIZERS["fused AdamW"], *map(fused, FUSED_SETTINGS))),
-    ("O2", narrow(FusedAdam, state_dtype="int8"), {}),
-    ("O2", narrow(FusedSGD, momentum=0.9, state_dtype="bfloat16"), {"cast_model_type": torch.float16}),
+    *((level, OPTIMIZERS["AdamW"], {}, "after") for level in (*LEVELS, STORED_BF16)),
+    *((level, OPTIMIZERS["SGD"], {}, "before") for level in (*LEVELS, STORED_BF16)),
+    *(
+        ("O2", make, {}, "after")
+        for make in (OPTIMIZERS["SGD"], OPTIMIZERS["fused AdamW"], *map(fused, FUSED_SETTINGS))
+    ),
+    ("O2", narrow(FusedAdam, state_dtype="int8"), {}, "after"),
+    ("O2", narrow(FusedSGD, momentum=0.9, state_dtype="bfloat16"), {"cast_model_type": torch.float16}, "after"),
 ]
 
 
-@pytest.mark.parametrize("level, make, settings", RESUMED)
-def test_save_load_continue_equals_not_having_stopped(level, make, settings):
+@pytest.mark.parametrize("level, make, settings, when", RESUMED)
+def test_save_load_continue_equals_not_having_stopped(level, make, settings, when):
     model, optimizer = with_masters(level, make, **settings)
     for seed in range(4):
         fit_batch(model, optimizer, seed)
@@ -252,30 +252,19 @@ def test_save_load_continue_equals_not_having_stopped(level, make, settings):
     final, scalers = copy.deepcopy(model.state_dict()), ampkit.state_dict()
     ampkit.close()
 
-    model, optimizer = with_masters(level, make, seed=9, **settings)
-    fit_batch(model, optimizer, 9)
-    for one, state in zip((model, optimizer, ampkit), saved):
-        one.load_state_dict(state)
-    assert [fit_batch(model, optimizer, seed) for seed in range(4, 8)] == on
-    assert_equal_states(model.state_dict(), final)
-    assert ampkit.state_dict() == scalers
-
-
-@pytest.mark.parametrize("level", (*LEVELS, STORED_BF16))
-def test_loading_before_initialize_is_the_same_as_after(level):
-    model, optimizer = with_masters(level)
-    for seed in range(3):
-        fit_batch(model, optimizer, seed)
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), ampkit.state_dict()])
-    on = [fit_batch(model, optimizer, seed) for seed in range(3, 6)]
-    ampkit.close()
     model = FrozenMiddle()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = make(model.parameters())
+    if when == "after":
+        model, optimizer = with_masters(level, make, seed=9, **settings)
+        fit_batch(model, optimizer, 9)
     for one, state in zip((model, optimizer), saved):
         one.load_state_dict(state)
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    if when == "before":
+        ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     ampkit.load_state_dict(saved[2])
-    assert [fit_batch(model, optimizer, seed) for seed in range(3, 6)] == on
+    assert [fit_batch(model, optimizer, seed) for seed in range(4, 8)] == on
+    assert_same(model.state_dict(), final)
+    assert ampkit.state_dict() == scalers
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -285,12 +274,9 @@ def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
     model, optimizer = with_masters("O0", OPTIMIZERS[optimizer_name])
     for seed in range(5):
         x, y = random_batch(seed, rows=6, inputs=4, outputs=1)
-        plain_optimizer.zero_grad()
-        loss = F.mse_loss(plain(x), y)
-        loss.backward()
-        plain_optimizer.step()
-        assert fit_batch(model, optimizer, seed) == loss.item()
-    assert_equal_states(model.state_dict(), plain.state_dict())
+        loss = iterate_in_torch(lambda x=x, y=y: F.mse_loss(plain(x), y), plain_optimizer)
+        assert fit_batch(model, optimizer, seed) == loss
+    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -324,7 +310,7 @@ def test_a_cell_that_is_run_again_trains_as_at_first(make_optimizer, level):
         return {index: state["sum"].clone() for index, state in optimizer.state_dict()["state"].items()}
 
     first, _, again = (sums_of_a_cell(one) for one in (level, "O2", level))
-    assert_equal_states(again, first)
+    assert_same(again, first)
 
 
 def test_other_memory_for_the_same_weights_loses_nothing():
@@ -335,23 +321,9 @@ def test_other_memory_for_the_same_weights_loses_nothing():
     before = copy.deepcopy(model.state_dict())
     model.to(memory_format=torch.channels_last)
     assert not model[0].weight.is_contiguous()
-    assert_equal_states(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     iterate(lambda: model(inputs).square().mean(), optimizer)
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
-
-
-def test_close_gives_the_float32_values_back():
-    model, optimizer = with_masters(make=OPTIMIZERS["AdamW"])
-    for seed in range(3):
-        fit_batch(model, optimizer, seed)
-    expected, weights = copy.deepcopy(model.state_dict()), list(model.parameters())
-    ampkit.close()
-    assert_equal_states(model.state_dict(), expected)
-    assert all(p is q and p.dtype is torch.float32 for p, q in zip(model.parameters(), weights))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in weights]
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert all(s["exp_avg"].dtype is torch.float32 and float(s["step"]) == 4 for s in optimizer.state.values())
 
 
 def test_blocks_are_added_in_float32():

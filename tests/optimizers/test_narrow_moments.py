@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, saved_and_loaded
+from helpers import STORED_BF16, assert_same, at, iterate_in_torch, random_batch, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,22 +34,14 @@ def small_model(seed=0):
 def train(model, optimizer, steps, first=0):
     """Make a step on each of so many batches, which are functions of their number."""
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        x, y = random_batch(step, rows=8)
+        iterate_in_torch(lambda x=x, y=y: F.mse_loss(model(x), y), optimizer)
 
 
 def values_of(optimizer):
     """Every tensor that an optimizer keeps, and every parameter, in order."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [x.clone() for p in params for x in (p.detach(), *optimizer.state[p].values())]
-
-
-def assert_same_bits(these, those):
-    assert len(these) == len(those)
-    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(these, those))
 
 
 @EVERY
@@ -66,10 +58,10 @@ def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(
     other = copy.deepcopy(model)
     twin = MAKERS[name](other.parameters(), state_dtype=state_dtype, seed=6)
     twin.load_state_dict(saved_and_loaded(saved))
-    assert_same_bits(values_of(twin), values_of(optimizer))
+    assert_same(values_of(twin), values_of(optimizer))
     train(model, optimizer, 3, first=3)
     train(other, twin, 3, first=3)
-    assert_same_bits(values_of(twin), values_of(optimizer))
+    assert_same(values_of(twin), values_of(optimizer))
 
 
 @EVERY
@@ -107,7 +99,7 @@ def test_state_goes_to_torch_and_comes_back():
         assert torch.equal(reference.state[param]["exp_avg_sq"], moments.unpack(packed, param.shape, False))
     restored = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
     restored.load_state_dict(reference.state_dict())
-    assert_same_bits(values_of(restored), values_of(optimizer))
+    assert_same(values_of(restored), values_of(optimizer))
 
 
 def test_numbers_hang_on_the_seed_and_on_nothing_that_runs_beside():
@@ -118,7 +110,7 @@ def test_numbers_hang_on_the_seed_and_on_nothing_that_runs_beside():
         train(model, optimizer, 3)
         return values_of(optimizer)
 
-    assert_same_bits(trained(1), trained(1))
+    assert_same(trained(1), trained(1))
     assert not all(torch.equal(a, b) for a, b in zip(trained(1), trained(2)))
 
 
@@ -138,7 +130,7 @@ def test_a_parameter_that_is_left_out_of_some_steps_keeps_its_numbers():
             optimizer.step()
         return [x for param in list(model.parameters())[1:] for x in (param.detach(), *optimizer.state[param].values())]
 
-    assert_same_bits(trained(True), trained(False))
+    assert_same(trained(True), trained(False))
 
 
 REFUSED = [

@@ -5,7 +5,17 @@ import warnings
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly, iterate, net_with_norm, take_steps
+from helpers import (
+    assert_same,
+    backward,
+    initialize_quietly,
+    iterate,
+    iterate_in_torch,
+    net_with_norm,
+    sgd,
+    take_steps,
+    values_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -21,10 +31,6 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 def make_model():
     return net_with_norm(4, 6, 1)
-
-
-def sgd(params, **settings):
-    return torch.optim.SGD(params, **{"lr": 0.1, **settings})
 
 
 def loss_of(model):
@@ -87,14 +93,12 @@ def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
 # Schedulers
 
 
-def sequential(optimizer):
-    return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)], [10])
-
-
 SCHEDULERS = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
-    "Sequential": sequential,
+    "Sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)], [10]
+    ),
 }
 
 
@@ -148,17 +152,17 @@ def losses_and_closure(model, optimizer, factors):
     return losses, closure
 
 
+class UsersSGD(torch.optim.SGD):
+    """An optimizer of which ampkit cannot know how often it evaluates the closure."""
+
+
 CLOSURE_OPTIMIZERS = {
     "SGD": sgd,
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
-    "one of the user's": lambda params: UsersSGD(params, lr=0.1),
+    "one of the user's": UsersSGD,
 }
-
-
-class UsersSGD(torch.optim.SGD):
-    """An optimizer of which ampkit cannot know how often it evaluates the closure."""
 
 
 @pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
@@ -180,7 +184,7 @@ def test_closure_with_a_scale_steps_as_without(level, scale, name):
         assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == (2.0**15 if scale == "dynamic" else scale)
         ampkit.close()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("level", ("O1", "O2"))
@@ -192,11 +196,11 @@ def test_a_second_evaluation_with_a_dynamic_scale_raises_and_takes_the_step_back
             return closure()
 
     model, optimizer = initialize_quietly(make_model(), lambda p: Twice(p, lr=0.1), level)
-    before = copy.deepcopy(model.state_dict())
+    before = values_of(model)
     _, closure = losses_and_closure(model, optimizer, [1.0, 1.0])
     with pytest.raises(ampkit.ClosureError, match=r"Twice evaluated its closure a second time.*loss_scale=128\.0"):
         optimizer.step(closure)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
@@ -213,13 +217,13 @@ def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(level, evaluation):
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0)
-    before = copy.deepcopy(model.state_dict())
+    before = values_of(model)
     factors = [1.0] * 40
     factors[evaluation - 1] = float("inf")
     losses, closure = losses_and_closure(model, optimizer, factors)
     optimizer.step(closure)
     assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(model.state_dict(), before)
     optimizer.step(closure=closure)
     assert not ampkit.step_was_skipped(optimizer) and loss_of(model) < 0.9 * losses[0]
 
@@ -274,20 +278,16 @@ UNUSUAL = {
 def test_unusual_optimizer_trains_like_in_float32(kind, level):
     plain, model = make_model(), make_model()
     reference, optimizer = (UNUSUAL[kind](one.parameters()) for one in (plain, model))
-    for _ in range(4):
-        reference.zero_grad()
-        loss_of(plain).backward()
-        reference.step()
+    iterate_in_torch(lambda: loss_of(plain), reference, 4)
     assert ampkit.initialize(model, optimizer, opt_level=level, verbosity=0) == (model, optimizer)
-    for _ in range(4):
-        shrink_output(model, optimizer)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    iterate(lambda: loss_of(model), optimizer, 4)
+    before = values_of(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(before[name].float(), value, atol=0.02, rtol=0.02)
     if level in ("O1", "O2"):
         shrink_output(model, optimizer, float("inf"))
         assert ampkit.step_was_skipped(optimizer)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert_same(model.state_dict(), before)
     keys = set(optimizer.state)
     assert keys <= set(model.parameters())
     ampkit.close()
@@ -330,14 +330,11 @@ def test_sparse_gradients_train_like_in_float32(level, optimizer_kind):
     plain = nn.Embedding(6, 3, sparse=True)
     model, start = copy.deepcopy(plain), plain.weight.detach().clone()
     reference, optimizer = optimizer_kind(plain.parameters()), optimizer_kind(model.parameters())
+    rows, factors = torch.tensor([1, 1, 4]), torch.tensor([1.0, 2.0, 3.0])
+    iterate_in_torch(lambda: (plain(rows) * factors).sum(), reference, 2)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
-    for one, its in ((plain, reference), (model, optimizer)):
-        for _ in range(2):
-            its.zero_grad()
-            loss = (one(torch.tensor([1, 1, 4])).float() * torch.tensor([1.0, 2.0, 3.0])).sum()
-            backward(loss, its) if its is optimizer else loss.backward()
-            assert its.param_groups[0]["params"][0].grad.is_sparse
-            its.step()
+    iterate(lambda: (model(rows).float() * factors).sum(), optimizer, 2)
+    assert model.weight.grad.is_sparse
     found = model.state_dict()["weight"]
     torch.testing.assert_close(found, plain.weight.detach(), atol=0.02, rtol=0.01)
     rounded = start.bfloat16().float() if level == "O3" else start
@@ -415,11 +412,11 @@ def test_complex_double_unused_and_empty_parameters(level, scale):
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_of_none_are_no_gradients(level):
     model, optimizer = initialize_quietly(make_model(), sgd, level)
-    before = copy.deepcopy(model.state_dict())
+    before = values_of(model)
     optimizer.step()  # nothing was computed
     backward(F.relu(torch.ones(2, requires_grad=True)).sum(), optimizer)
     optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(model.state_dict(), before)
     assert all(p.grad is None for p in ampkit.master_params(optimizer))
 
 
@@ -450,4 +447,4 @@ def test_a_step_is_float32_where_rows_of_arithmetic_are_lower(name, hooked):
         ampkit.close()
         assert seen == [torch.float32] * 3 * hooked
         results.append([param.detach() for param in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert_same(*results)

@@ -4,11 +4,9 @@ Weights, inputs and rates are powers of two, so that every number of the two ste
 shows as another number.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from helpers import backward, initialize_quietly
+from helpers import assert_same, backward, initialize_quietly, iterate, iterate_in_torch, values_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -72,14 +70,9 @@ def train(make_optimizer, hook, level=None):
             write(p)
 
     handle, x = PLACES[when](optimizer, write_all), torch.ones(1, 2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(x).sum()
-        with nullcontext(loss) if level is None else ampkit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    (iterate_in_torch if level is None else iterate)(lambda: model(x).sum(), optimizer, 2)
     handle.remove()
-    return [*(values.clone() for values in model.state_dict().values()), model(x).float()]
+    return [*values_of(model).values(), model(x).float()]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +83,7 @@ def test_what_a_step_hook_writes_counts(name, optimizer_name, level):
     hook, make_optimizer = HOOKS[name], OPTIMIZERS[optimizer_name]
     expected = train(make_optimizer, hook)
     assert not torch.equal(expected[0], train(make_optimizer, (*hook[:2], lambda p: None))[0])  # the hook matters
-    for value, want in zip(train(make_optimizer, hook, level), expected, strict=True):
-        assert torch.equal(value, want)
+    assert_same(train(make_optimizer, hook, level), expected)
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -7,12 +7,21 @@ row leaves alone may change by a bit, and a step without a gradient changes noth
 import copy
 import functools
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, initialize_quietly, iterate, random_batch
+from helpers import (
+    STORED_BF16,
+    assert_same,
+    at,
+    backward,
+    in_threads,
+    initialize_quietly,
+    iterate,
+    random_batch,
+    values_of,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,23 +61,6 @@ def prepared(setting, optimizer="FusedSGD"):
     return model, optimizer
 
 
-def float32_values(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_values(model, expected):
-    values = model.state_dict()
-    assert values.keys() == expected.keys()
-    for name, value in values.items():
-        assert value.dtype is expected[name].dtype and torch.equal(value, expected[name]), name
-
-
-def elsewhere(write):
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
-
-
 def bits(tensor):
     """The weights' memory as a numpy array; torch does not see writes to it."""
     return tensor.detach().view(torch.int16).numpy()
@@ -93,7 +85,7 @@ WRITTEN = {
     "by set": lambda p: p.set_(torch.full(p.shape, 0.3, dtype=p.dtype)),
     "by init": lambda p: nn.init.constant_(p, 0.1),
     "by foreach": lambda p: torch._foreach_mul_([p], 1.5),
-    "in another thread": lambda p: elsewhere(lambda: p.data.mul_(1.5)),
+    "in another thread": lambda p: in_threads(lambda: p.data.mul_(1.5)),
     "in shared memory": lambda p: (p.data.share_memory_(), p.data.mul_(1.5)),
     "clamped to a point": lambda p: p.data.clamp_(0.25, 0.25),
     # Masks, of elements that stay as they were.
@@ -118,11 +110,11 @@ def assert_within(actual, expected, bound, dtype):
 
 
 def assert_step_without_gradients_changes_nothing(model, optimizer):
-    before = float32_values(model)
+    before = values_of(model)
     for p in model.parameters():
         p.grad = None
     optimizer.step()
-    after = float32_values(model)
+    after = values_of(model)
     assert all(torch.equal(after[name], value) or value.isnan().any() for name, value in before.items())
 
 
@@ -130,7 +122,7 @@ def assert_step_without_gradients_changes_nothing(model, optimizer):
 @pytest.mark.parametrize("way", WRITTEN)
 def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
     model, optimizer = prepared(setting, optimizer)
-    before, dtype = float32_values(model), model[2].weight.dtype
+    before, dtype = values_of(model), model[2].weight.dtype
     for _ in range(3 if way.startswith("mask") else 1):  # in every iteration, as pruning does
         held = model[2].weight.detach().clone()
         with torch.no_grad():
@@ -138,19 +130,19 @@ def test_what_is_written_to_a_weight_is_its_value(way, setting, optimizer):
             expected = model[2].weight.detach().float().clone()
         model(torch.ones(2, 6))
         assert model[2].weight.dtype is dtype and torch.equal(model[2].weight, expected.to(dtype))
-        after, is_kept = float32_values(model)["2.weight"], model[2].weight == held
+        after, is_kept = values_of(model)["2.weight"], model[2].weight == held
         if way == "assigned float32":
             assert_within(after, expected, EXACT, dtype)
         else:
             assert_within(after[~is_kept], expected[~is_kept], HALF, dtype)
             assert torch.equal(after[is_kept], before["2.weight"][is_kept])
         before["2.weight"] = after
-        assert_values(model, before)
+        assert_same(model.state_dict(), before)
     assert not way.startswith("mask") or is_kept.all()
     assert_step_without_gradients_changes_nothing(model, optimizer)
     x, y = random_batch(2)
     iterate(lambda: F.mse_loss(model(x).float(), y), optimizer)
-    assert all(value.isfinite().all() for value in float32_values(model).values())
+    assert all(value.isfinite().all() for value in values_of(model).values())
 
 
 @pytest.mark.parametrize("moment", ["before the parts run", "before the step"])
@@ -209,7 +201,7 @@ PUT_BACK = {
     "in float32": (lambda p: p.data.float().clone(), changed, lambda p, kept: setattr(p, "data", kept)),
     "after zeros": (taken, lambda p: p.data.zero_(), lambda p, kept: p.data.copy_(kept)),
     "after infinities": (taken, lambda p: p.data.fill_(float("inf")), lambda p, kept: p.data.copy_(kept)),
-    "in another thread": (taken, changed, lambda p, kept: elsewhere(lambda: p.data.copy_(kept))),
+    "in another thread": (taken, changed, lambda p, kept: in_threads(lambda: p.data.copy_(kept))),
 }
 
 
@@ -238,7 +230,7 @@ def written_to_again(model):
 @pytest.mark.parametrize("way", PUT_BACK)
 def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
     (keep, write, put_back), (model, optimizer) = PUT_BACK[way], prepared(setting)
-    before = float32_values(model)
+    before = values_of(model)
     for _ in range(2):
         matrices = [p for p in model.parameters() if p.dim() == 2]
         kept = [keep(p) for p in matrices]
@@ -249,19 +241,19 @@ def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
             for p, values in zip(matrices, kept):
                 put_back(p, values)
         evaluated(model)
-    assert_values(model, before)
+    assert_same(model.state_dict(), before)
     assert_step_without_gradients_changes_nothing(model, optimizer)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_lower_precision_values_that_are_loaded_again_bring_float32_values_back(setting):
     model, _ = prepared(setting)
-    before = float32_values(model)
+    before = values_of(model)
     backup = {name: p.detach().clone() for name, p in model.named_parameters()}
     for factor in (2, 1):
         model.load_state_dict({name: value * factor for name, value in backup.items()})
         evaluated(model)
-    assert_values(model, before)
+    assert_same(model.state_dict(), before)
 
 
 # Float32 values that ampkit returns: exact. The values of a state_dict() are copies.
@@ -273,7 +265,7 @@ LENT = {
     "by copy": lambda value: value.copy_(value.detach() * 1.3),
     "by numpy": lambda value: value.detach().numpy().__imul__(torch.tensor(1.3).numpy()),
     "in part": lambda value: value.detach()[0].mul_(1.3),
-    "in another thread": lambda value: elsewhere(lambda: value.detach().mul_(1.3)),
+    "in another thread": lambda value: in_threads(lambda: value.detach().mul_(1.3)),
 }
 
 
@@ -282,51 +274,51 @@ LENT = {
 def test_what_is_written_to_master_params_is_taken_over(way, setting, optimizer):
     model, optimizer = prepared(setting, optimizer)
     dtype = model[0].weight.dtype
-    expected = float32_values(model)
+    expected = values_of(model)
     with torch.no_grad():
         for value in (*expected.values(), *ampkit.master_params(optimizer)):
             LENT[way](value)
     model(torch.ones(2, 6))
-    for name, value in float32_values(model).items():
+    for name, value in values_of(model).items():
         assert_within(value, expected[name], EXACT, dtype)
 
 
 def test_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
     """An average swapped in for a validation, and out again."""
     model, optimizer = prepared("bfloat16")
-    x, before = torch.randn(5, 6), float32_values(model)
+    x, before = torch.randn(5, 6), values_of(model)
     with torch.no_grad():
         masters, outputs = list(ampkit.master_params(optimizer)), model(x)
         for factor, now in ((0.5, 0.5), (2.0, 1.0)):
             torch._foreach_mul_(masters, factor)
             assert torch.equal(model(x), outputs) is (now == 1.0)
-            assert_values(model, {name: value * now for name, value in before.items()})
+            assert_same(model.state_dict(), {name: value * now for name, value in before.items()})
         vector = nn.utils.parameters_to_vector(masters)
         nn.utils.vector_to_parameters(vector * 2, masters)  # which assigns ``.data``
-        assert_values(model, {name: value * 2 for name, value in before.items()})
+        assert_same(model.state_dict(), {name: value * 2 for name, value in before.items()})
 
 
 def test_what_is_loaded_is_newer_than_what_was_written_to_a_list_of_masters():
     model, optimizer = prepared("bfloat16")
-    state, masters = float32_values(model), list(ampkit.master_params(optimizer))
+    state, masters = values_of(model), list(ampkit.master_params(optimizer))
     with torch.no_grad():
         torch._foreach_mul_(masters, 0.5)
     model.load_state_dict(state)
     evaluated(model)
     del masters
-    assert_values(model, state)
+    assert_same(model.state_dict(), state)
 
 
 def test_masters_that_were_kept_over_close_write_nowhere():
     model, optimizer = prepared("bfloat16")
     kept = list(ampkit.master_params(optimizer))
     ampkit.close()
-    expected = float32_values(model)
+    expected = values_of(model)
     with torch.no_grad():
         kept[0].zero_()
     del kept
     gc.collect()
-    assert_values(model, expected)
+    assert_same(model.state_dict(), expected)
 
 
 @pytest.mark.parametrize("value", (0.0, float("inf"), float("nan"), 1.0))
@@ -334,7 +326,7 @@ def test_masters_that_were_kept_over_close_write_nowhere():
 def test_a_write_to_one_element_of_a_loan_leaves_the_others(setting, value):
     """Other elements may hold anything meanwhile: an element that is put back has its float32 value again."""
     model, optimizer = prepared(setting)
-    expected, kept = float32_values(model), model[0].weight.detach().clone()
+    expected, kept = values_of(model), model[0].weight.detach().clone()
     with torch.no_grad():
         model[0].weight.fill_(value)
         evaluated(model)
@@ -342,7 +334,7 @@ def test_a_write_to_one_element_of_a_loan_leaves_the_others(setting, value):
         evaluated(model)
         model[0].weight.copy_(kept)
     expected["0.weight"][0, 0] = model.state_dict()["0.weight"][0, 0]  # of two writes
-    assert_values(model, expected)
+    assert_same(model.state_dict(), expected)
 
 
 STATE_DICTS = {
@@ -356,19 +348,19 @@ STATE_DICTS = {
 @pytest.mark.parametrize("saved", STATE_DICTS)
 def test_what_is_written_to_a_state_dict_counts_once_it_is_loaded(saved, setting):
     model, optimizer = prepared(setting)
-    before = float32_values(model)
+    before = values_of(model)
     state = STATE_DICTS[saved](model)
     stored = [name for name, p in model.named_parameters() if p.dtype is not F32]
     for name in stored:
         state[name].data.mul_(1.3)
     evaluated(model)
     assert_step_without_gradients_changes_nothing(model, optimizer)
-    assert_values(model, before)
+    assert_same(model.state_dict(), before)
     with torch.no_grad():
         model[2].weight.fill_(0.5)  # which is not refused: nothing compares it with the state_dict
     model.load_state_dict(state)
     evaluated(model)
-    for name, value in float32_values(model).items():
+    for name, value in values_of(model).items():
         expected = before[name] * 1.3 if name in stored else before[name]
         assert_within(value, expected, EXACT, model[2].weight.dtype)
 
@@ -392,7 +384,7 @@ def test_a_state_dict_is_not_kept_and_has_one_tensor_for_tied_weights(keep_vars)
 def test_reading_float32_values_writes_nothing(setting):
     """Also where a weight is 0 for a while, so that its rest has no effect."""
     model, optimizer = prepared(setting)
-    before = float32_values(model)
+    before = values_of(model)
     backup = model[2].weight.data.clone()
     model[2].weight.data.zero_()
     handed = [model.state_dict(), list(ampkit.master_params(optimizer)), copy.deepcopy(model)]
@@ -400,7 +392,7 @@ def test_reading_float32_values_writes_nothing(setting):
     model.state_dict()
     evaluated(model)
     model[2].weight.data.copy_(backup)
-    assert_values(model, before)
+    assert_same(model.state_dict(), before)
 
 
 # Gradients: the step uses the current ``p.grad``. A plain SGD step of rate 1 moves by the gradient.
@@ -417,7 +409,7 @@ GRADIENTS = {
     "zeroed": lambda p: p.grad.zero_(),
     "removed from biases": lambda p: setattr(p, "grad", None if p.dim() == 1 else p.grad),
     "of another loss": lambda p: (p.float() * 0.25).sum().backward(),
-    "in another thread": lambda p: elsewhere(lambda: p.grad.mul_(0.5)),
+    "in another thread": lambda p: in_threads(lambda: p.grad.mul_(0.5)),
     "by foreach": lambda p: torch._foreach_mul_([p.grad], 0.5),
 }
 
@@ -438,7 +430,7 @@ def test_what_is_written_to_a_gradient_is_stepped_with(way, setting, make, block
     settings = dict(SETTINGS.get(setting, {"opt_level": setting}))
     make = OPTIMIZERS[make] if isinstance(make, str) else functools.partial(make, lr=1.0)
     model, optimizer = initialize_quietly(model, make, settings.pop("opt_level"), **settings)
-    twins = [nn.Parameter(value) for value in float32_values(model).values()]
+    twins = [nn.Parameter(value) for value in values_of(model).values()]
     reference = make(twins)
     for step in range(2):
         optimizer.zero_grad()
@@ -450,7 +442,7 @@ def test_what_is_written_to_a_gradient_is_stepped_with(way, setting, make, block
             twin.grad = None if p.grad is None else p.grad.float().clone()
         optimizer.step()
         reference.step()
-        for value, twin in zip(float32_values(model).values(), twins):
+        for value, twin in zip(values_of(model).values(), twins):
             if isinstance(make, functools.partial):
                 assert_within(value, twin.detach(), EXACT, model.weight.dtype)
             else:
