@@ -67,17 +67,8 @@ def casts_made(casting: Casting) -> int | None:
 
 
 NAMESPACES = (
-    *(
-        torch,
-        torch.nn.functional,
-        torch.Tensor,
-        torch.Tensor.__base__,
-        torch.linalg,
-        torch.special,
-        torch.fft,
-        torch._VF,
-    ),
-    *(torch.nn.RNNBase, torch.utils.data._utils.fetch._MapDatasetFetcher, torch.jit._recursive),
+    *(torch, nn.functional, torch.Tensor, torch.Tensor.__base__, torch.linalg, torch.special, torch.fft, torch._VF),
+    *(nn.RNNBase, torch.utils.data._utils.fetch._MapDatasetFetcher, torch.jit._recursive),
 )
 
 
@@ -105,10 +96,19 @@ def at(level: str, **settings) -> dict[str, Any]:
     return {**(stored if level == STORED_BF16 else {"opt_level": level}), **settings}
 
 
-def initialize_quietly(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:
-    """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output."""
-    optimizer = make_optimizer(model.parameters())
-    return ampkit.initialize(model, optimizer, **at(level, **{"verbosity": 0, **settings}))
+def sgd(params: Iterable, lr: float = 0.1, **settings) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=lr, **settings)
+
+
+def initialize_quietly(model: Any, make_optimizer: Callable, level: str, **settings) -> tuple[Any, Any]:
+    """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output.
+
+    Models in a list have an optimizer each.
+    """
+    several = isinstance(model, list)
+    optimizers = [make_optimizer(one.parameters()) for one in (model if several else [model])]
+    settings = at(level, **{"verbosity": 0, **settings})
+    return ampkit.initialize(model, optimizers if several else optimizers[0], **settings)
 
 
 def backward(loss: torch.Tensor, optimizers, **flags) -> None:
