@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import initialize_quietly, random_batch
+from helpers import initialize_quietly, random_batch, sgd
 from torch import nn
 
 import ampkit
@@ -29,7 +29,7 @@ def net():
 
 def initialized(level):
     opt_level, settings = LEVELS[level]
-    return initialize_quietly(net(), lambda p: torch.optim.SGD(p, lr=0.1), opt_level, **settings)
+    return initialize_quietly(net(), sgd, opt_level, **settings)
 
 
 def backward_with_graph(model, optimizer, seed=1):
