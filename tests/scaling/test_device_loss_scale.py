@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from helpers import STORED_BF16, backward, everything, initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, backward, everything, initialize_quietly, iterate, net_with_norm, random_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -303,6 +303,20 @@ CAPTURED = {
 }
 
 
+def captured(run, optimizer):
+    """Return a graph of ``run``, an iteration, after three of them on a stream of their own."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("name", CAPTURED)
@@ -312,17 +326,8 @@ def test_an_iteration_can_be_captured_in_a_graph(name, level):
     model, optimizer = initialized_on("cuda", CAPTURED[name], level)
     (scaler,) = ampkit.current_session().scalers
     twin, twin_optimizer = initialized_on("cuda", CAPTURED[name], level)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            iteration(model, optimizer, x, y, clip=1.0)
-    torch.cuda.current_stream().wait_stream(stream)
     factor = torch.ones((), device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        iteration(model, optimizer, x, y, factor, clip=1.0)
+    graph = captured(lambda: iteration(model, optimizer, x, y, factor, clip=1.0), optimizer)
     for value in (1.0, math.inf, 1.0):
         factor.fill_(value)
         graph.replay()
@@ -384,19 +389,9 @@ def test_unchecked_steps_are_captured_where_torchs_are():
 def test_running_statistics_go_back_in_a_captured_iteration():
     norm = nn.BatchNorm1d(6)
     model, optimizer = initialize_quietly(nn.Sequential(norm, nn.Linear(6, 3)).cuda(), FUSED["FusedAdam"], "O2")
-    x, y = batch("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            iteration(model, optimizer, x, y)
-    torch.cuda.current_stream().wait_stream(stream)
-    x, good = x.clone(), x
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        iteration(model, optimizer, x, y)
-    weight = model[1].weight
+    good, y = batch("cuda")
+    x, weight = good.clone(), model[1].weight
+    graph = captured(lambda: iteration(model, optimizer, x, y), optimizer)
     for value, count in ((1.0, 4), (math.inf, 5), (1.0, 6)):
         before = weight.clone(), norm.running_mean.clone(), norm.running_var.clone()
         x.copy_(good)
@@ -437,10 +432,8 @@ def test_torchs_fused_sgd_begins_its_momentum_after_a_skipped_first_step(level):
     start = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, dampening=0.25, fused=True)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for factor in (float("inf"), 1.0, 1.0):
-        optimizer.zero_grad()
-        backward(model.weight.float().sum() * factor, optimizer)
-        optimizer.step()
+    for factor in (math.inf, 1.0, 1.0):
+        iterate(lambda factor=factor: model.weight.float().sum() * factor, optimizer)
     # The first momentum is the first gradient taken, 1; the second one 0.5 * 1 + 0.75 * 1.
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.full((1, 64), 1.25))
     assert torch.equal(model.weight.detach(), start - 0.5 - 0.5 * 1.25)
