@@ -24,7 +24,6 @@ DEFAULTS_ON_CUDA = {
     "O5": (None, False, BF16, None, False, 1.0),
 }
 
-
 row = operator.attrgetter(
     *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
     *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
