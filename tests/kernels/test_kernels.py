@@ -522,23 +522,15 @@ def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high)
     paper = ScaleOnPaper(rule, low, high)
     state = scale_state(paper.scale, rule.hysteresis, device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
+    settings = {name: value for name, value in vars(rule).items() if name != "init_scale"}
     skips = in_a_row = at_floor = 0
     for overflow in [*bad, *[False] * 150]:
         skips += overflow
         in_a_row = in_a_row + 1 if overflow else 0
         at_floor = at_floor + 1 if overflow and paper.scale <= low else 0
         paper.after(overflow)
-        returned = ops.update_scale(
-            state,
-            torch.tensor([float(overflow)], device=device),
-            growth_factor=rule.growth_factor,
-            backoff_factor=rule.backoff_factor,
-            growth_interval=rule.growth_interval,
-            hysteresis=rule.hysteresis,
-            min_scale=low,
-            max_scale=high,
-        )
-        assert returned is state
+        flag = torch.tensor([float(overflow)], device=device)
+        assert ops.update_scale(state, flag, **settings, min_scale=low, max_scale=high) is state
         assert (scale_in(state), state[1].item()) == (paper.scale, paper.clean)
         assert state[3:].tolist() == [skips, in_a_row, at_floor, 7]
     assert scale_in(state) == high
