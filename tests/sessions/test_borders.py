@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import backward, in_threads, initialize_quietly, one_weight, others_slow, sgd
+from helpers import LEVELS, backward, in_threads, initialize_quietly, one_weight, others_slow, sgd
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
-
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 def gelus():

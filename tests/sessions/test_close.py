@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly, iterate, sgd
+from helpers import LEVELS, backward, initialize_quietly, iterate, sgd
 from torch import nn
 
 import ampkit
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class TokenClassifier(nn.Module):
