@@ -36,15 +36,10 @@ def flat_gradients(model):
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
-def clear_each(model, optimizer):
-    for p in model.parameters():
-        p.grad = None
-
-
 CLEARS = {
     "the model": lambda model, optimizer: model.zero_grad(),
     "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "each": clear_each,
+    "each": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
     "the model, in the block": lambda model, optimizer: model.zero_grad(set_to_none=False),
 }
 
