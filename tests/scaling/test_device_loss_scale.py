@@ -32,6 +32,8 @@ FUSED = {
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose")
 # A tensor made of numbers on the host: on its way to a GPU it is copied from memory that is not pinned, which waits.
 MADE_ON_HOST = ("lift_fresh", "lift")
+# Functions that may read numbers, which have reached the host.
+DOORS = ("is_known_clean", "read", "arrived")
 
 
 @pytest.fixture
@@ -53,15 +55,11 @@ def host_copies(monkeypatch):
 
 
 class NoHostReads(TorchDispatchMode):
-    """A mode that raises where an operation would make the host wait for values of a device, except for the functions ``doors``."""
-
-    def __init__(self, doors):
-        super().__init__()
-        self.doors = doors
+    """A mode that raises where an operation would make the host wait for values of a device, except in `DOORS`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in READS and not _comes_from(self.doors):
+        if name in READS and not _comes_from_doors():
             raise AssertionError(f"the host reads a tensor: {func}")
         if name in MADE_ON_HOST:
             raise AssertionError("a tensor is made of numbers on the host")
@@ -71,10 +69,9 @@ class NoHostReads(TorchDispatchMode):
 @contextmanager
 def no_host_reads(device, monkeypatch):
     """No operation reads, and no value leaves a tensor by another door, but for numbers that have reached the host."""
-    doors = {"is_known_clean", "read", "arrived"}
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
-            patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name), doors))
+            patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name)))
         original = HostCopy.read
 
         def read(copy, wait=False):
@@ -85,25 +82,25 @@ def no_host_reads(device, monkeypatch):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            with NoHostReads(doors):
+            with NoHostReads():
                 yield
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def _guarded(name, original, doors):
+def _guarded(name, original):
     def guarded(tensor, *args, **kwargs):
-        assert _comes_from(doors), f"Tensor.{name} was called"
+        assert _comes_from_doors(), f"Tensor.{name} was called"
         return original(tensor, *args, **kwargs)
 
     return guarded
 
 
-def _comes_from(doors):
-    """Whether one of these functions is among the callers."""
+def _comes_from_doors():
+    """Whether one of `DOORS` is among the callers."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in doors:
+    while frame is not None and frame.f_code.co_name not in DOORS:
         frame = frame.f_back
     return frame is not None
 
@@ -253,8 +250,7 @@ LINE = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
 
 
 def initialized_aloud(capsys):
-    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
-    ampkit.initialize(model, optimizer, opt_level="O2")
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"], verbosity=1)
     capsys.readouterr()
     return model, optimizer
 

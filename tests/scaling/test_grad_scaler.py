@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import initialize_quietly, iterate, net_with_norm, random_batch, sgd
+from helpers import initialize_quietly, iterate, net_with_norm, random_batch, sgd, whole
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,10 +23,6 @@ RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=2)
 def loss_of(model, step, spoiled=()):
     x, y = random_batch(seed=step)
     return F.mse_loss(model(x).float(), y) * (math.inf if step in spoiled else 1.0)
-
-
-def values(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def assert_equal(found, expected):
@@ -72,7 +68,7 @@ def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
                 frameworks_step(scaler, optimizer, loss_of(model, step, spoiled))
             else:
                 iterate(lambda: loss_of(model, step, spoiled), optimizer)  # noqa: B023
-            into.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+            into.append((whole(model.state_dict()), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
         ampkit.close()
     for (weights, skipped, state), (wanted, wanted_skipped, wanted_state) in zip(by_scaler, expected, strict=True):
         assert_equal(weights, wanted)
@@ -89,10 +85,10 @@ def test_a_framework_that_patches_step_sees_that_a_skipped_one_was_not_called():
         return plain(*args, **kwargs)
 
     optimizer.step = step
-    before = values(model)
+    before = whole(model.state_dict())
     frameworks_step(scaler, optimizer, loss_of(model, 0, {0}))
     assert not called and scaler.get_scale() == 2.0**15
-    assert_equal(values(model), before)
+    assert_equal(whole(model.state_dict()), before)
     frameworks_step(scaler, optimizer, loss_of(model, 1))
     assert called == [True] and scaler.get_scale() == 2.0**15
 
@@ -101,7 +97,7 @@ def test_one_of_two_optimizers_overflows_and_the_scale_moves_once():
     models, optimizers = initialize_quietly([net_with_norm(), net_with_norm(seed=1)], sgd, "O2", loss_scale=RULE)
     scaler, scales = ampkit.GradScaler("cpu"), []
     for step, spoiled in enumerate((None, 1, None, None, 0)):
-        before = [values(model) for model in models]
+        before = [whole(model.state_dict()) for model in models]
         for index, (model, optimizer) in enumerate(zip(models, optimizers)):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, step, {step} if spoiled == index else ())).backward()
