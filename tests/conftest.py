@@ -39,10 +39,8 @@ if os.environ.get("AMPKIT_EMULATION") == "ptx":
     kernels.implementation()
     launching.attach()
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
-
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     return torch.device(request.param)
 
@@ -53,7 +51,6 @@ COMPILED = {
     "wrappers": lambda: None if wrappers.library is not None else wrappers.why,
 }
 
-
 WAITING = pytest.StashKey[int]()
 
 
@@ -61,16 +58,11 @@ def asks_for(item, parameter: str, value) -> bool:
     return getattr(item, "callspec", None) is not None and item.callspec.params.get(parameter) == value
 
 
-def is_of_no_use_without_libraries(item) -> bool:
-    # What chooses between the wrappers finds only those in Python here, and need not ask for them twice.
-    return item.get_closest_marker("compiled") is not None or asks_for(item, "in_python", True)
-
-
-def is_of_no_use_for_emulated_kernels(item) -> bool:
-    return item.get_closest_marker("cpu_kernels") is not None or asks_for(item, "ops", "reference")
-
-
-LEFT_OUT = {"off": is_of_no_use_without_libraries, "emulated": is_of_no_use_for_emulated_kernels}
+# Tests of no use with this AMPKIT_EXTENSION. Without libraries what chooses between the wrappers finds only those in Python.
+LEFT_OUT = {
+    "off": lambda item: item.get_closest_marker("compiled") or asks_for(item, "in_python", True),
+    "emulated": lambda item: item.get_closest_marker("cpu_kernels") or asks_for(item, "ops", "reference"),
+}
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for count as waiting
@@ -139,6 +131,14 @@ def ops(request, monkeypatch, device):
 def in_python(request):
     """Whether O1's wrappers are those in Python."""
     return request.param
+
+
+@pytest.fixture
+def threads_take_turns_often():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="module", autouse=True)

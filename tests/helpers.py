@@ -86,6 +86,7 @@ def torch_left_as_found() -> Iterator[None]:
         assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"
 
 
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: Among opt levels in tests: weights that are stored in bfloat16, with their float32 values beside them, and no loss scale.
 STORED_BF16 = "O2 in bfloat16"
 

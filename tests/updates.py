@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 
 def sgd64(g, p, states, trust=1.0, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **how):
     d = g + (0.0 if how.get("wd_after_momentum") else weight_decay) * p
@@ -44,15 +42,10 @@ def adagrad64(g, p, states, *, lr, eps, decoupled=False, weight_decay=0.0):
 def novograd64(g, p, states, norm, *, lr, betas, eps, step, weight_decay=0.0, bias_correction=True, **how):
     (m,) = states
     c1, c2 = (1 - beta**step if bias_correction else 1.0 for beta in betas)
-    now = (
-        g.norm()
-        if how.get("norm_type", 2) == 2
-        else (g.abs().max() if g.numel() else torch.zeros((), dtype=torch.float64))
-    )
     if how.get("norm_type", 2) == 2:
-        norm.copy_((betas[1] * norm**2 + (1 - betas[1]) * now**2).sqrt())
+        norm.copy_((betas[1] * norm**2 + (1 - betas[1]) * g.norm() ** 2).sqrt())
     else:
-        norm.copy_(betas[1] * norm + (1 - betas[1]) * now)
+        norm.copy_(betas[1] * norm + (1 - betas[1]) * (g.abs().max() if g.numel() else 0.0))
     n = norm / math.sqrt(c2) + eps
     share = 1 - betas[0] if how.get("grad_averaging", True) else 1.0
     if how.get("reg_inside_moment"):

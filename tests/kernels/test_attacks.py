@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
@@ -287,15 +288,11 @@ def test_versions_of_what_is_written_move_and_no_others(ops, device, name):
 
 
 class Recorder(TorchDispatchMode):
-    """The operators of ampkit that are called, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+    """The last operator of ampkit that is called, with its arguments."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "ampkit":
-            self.calls.append((function, args))
+            self.call = function, args
         return function(*args, **(kwargs or {}))
 
 
@@ -316,7 +313,7 @@ def test_opcheck(device, name, kind):
             settings["lower"] = [torch.zeros_like(x, dtype=BF16) for x in lists["params"]]
     with Recorder() as recorder:
         run(name, lists, **settings)
-    torch.library.opcheck(*recorder.calls[-1])
+    torch.library.opcheck(*recorder.call)
 
 
 @every_op
@@ -334,22 +331,13 @@ def test_threads_may_call_at_once(name):
     """Eight threads, each with its own lists, of sizes that one call divides among threads too."""
     shapes = [(5,), (300, 301), (70_001,)] if name != "l2norm" else SHAPES
     cases = [made(name, shapes, seed) for seed in range(8)]
-    expected, failures = [expected_of(name, lists) for lists in cases], []
-    start = threading.Barrier(8)
+    expected, start = [expected_of(name, lists) for lists in cases], threading.Barrier(8)
 
     def work(lists, wanted):
-        try:
-            start.wait()
-            assert_right(name, lists, wanted, run(name, lists))
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        assert_right(name, lists, wanted, run(name, lists))
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(cases, expected)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    in_threads(*(lambda pair=pair: work(*pair) for pair in zip(cases, expected)))
 
 
 SPOILED = {

@@ -2,14 +2,12 @@
 
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 import test_moments
 import test_step_kernels
 import torch
-from helpers import ROOT, Operators, ScaleOnPaper, checksum, others_slow
+from helpers import ROOT, Operators, ScaleOnPaper, checksum, others_slow, python
 
 from ampkit import DynamicLossScale, kernels
 from ampkit.libraries import cuda_is_emulated
@@ -142,8 +140,6 @@ SPOTS = [
     ("first", 0), ("last of a vector", 15), ("tile edge", 511), ("next tile", 512),
     ("block edge", 65535), ("next block", 65536), ("tail", 70_000),
 ]  # fmt: skip
-
-
 #: The operators that tell of what is not finite.
 FINDERS = {
     "scale": lambda ops, x, out, *flags: ops.multi_tensor_scale(x, out, 0.5, *flags),
@@ -285,12 +281,8 @@ def test_float64_and_complex_join_the_list_and_nothing_is_copied_from_the_host(o
     def refuse(*args, **kwargs):
         raise AssertionError("a tensor was made of numbers on the host")
 
-    inputs = [
-        torch.tensor([1 / 3], dtype=torch.float64, device=device),
-        torch.ones(2, device=device),
-        torch.tensor([1 + 2j], device=device),
-        torch.ones(3, dtype=BF16, device=device),
-    ]
+    inputs = torch.tensor([1 / 3], dtype=torch.float64), torch.ones(2), torch.tensor([1 + 2j]), torch.ones(3).to(BF16)
+    inputs = [x.to(device) for x in inputs]
     outputs = [torch.empty_like(x) for x in inputs]
     found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
     with monkeypatch.context() as patch:
@@ -388,9 +380,8 @@ def test_face_traces_without_graph_breaks(ops, device):
     masters = [torch.zeros(4, device=device), torch.zeros(9, device=device)]
     torch.compiler.reset()
     try:
-        _, norms = torch.compile(step, fullgraph=True, backend="aot_eager")(
-            grads, masters, torch.zeros(1, device=device)
-        )
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        _, norms = compiled(grads, masters, torch.zeros(1, device=device))
     finally:
         torch.compiler.reset()
     assert norms.tolist() == [2.0, 3.0]
@@ -400,8 +391,7 @@ def test_face_traces_without_graph_breaks(ops, device):
 def printed_at(capability, script):
     """The output of a process whose kernels use the instructions of ``capability``."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "kernels")))
-    environment = {**os.environ, "AMPKIT_CPU_CAPABILITY": capability, "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    result = python("-c", script, AMPKIT_CPU_CAPABILITY=capability, PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -523,11 +513,7 @@ def test_first_bad_is_the_smallest_index_and_only_falls(ops, device, finder):
 RULES = [
     (DynamicLossScale(init_scale=8.0, growth_interval=2), 0.25, 64.0),
     (DynamicLossScale(init_scale=8.0, growth_interval=3, hysteresis=2), 2.0**-14, 2.0**24),
-    (
-        DynamicLossScale(init_scale=1.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, hysteresis=3),
-        0.5,
-        32.0,
-    ),
+    (DynamicLossScale(1.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, hysteresis=3), 0.5, 32.0),
 ]
 
 
@@ -536,23 +522,15 @@ def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high)
     paper = ScaleOnPaper(rule, low, high)
     state = scale_state(paper.scale, rule.hysteresis, device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
+    settings = {name: value for name, value in vars(rule).items() if name != "init_scale"}
     skips = in_a_row = at_floor = 0
     for overflow in [*bad, *[False] * 150]:
         skips += overflow
         in_a_row = in_a_row + 1 if overflow else 0
         at_floor = at_floor + 1 if overflow and paper.scale <= low else 0
         paper.after(overflow)
-        returned = ops.update_scale(
-            state,
-            torch.tensor([float(overflow)], device=device),
-            growth_factor=rule.growth_factor,
-            backoff_factor=rule.backoff_factor,
-            growth_interval=rule.growth_interval,
-            hysteresis=rule.hysteresis,
-            min_scale=low,
-            max_scale=high,
-        )
-        assert returned is state
+        flag = torch.tensor([float(overflow)], device=device)
+        assert ops.update_scale(state, flag, **settings, min_scale=low, max_scale=high) is state
         assert (scale_in(state), state[1].item()) == (paper.scale, paper.clean)
         assert state[3:].tolist() == [skips, in_a_row, at_floor, 7]
     assert scale_in(state) == high
@@ -571,9 +549,7 @@ def test_update_scale_keeps_a_scale_set_above_the_maximum_and_never_reaches_infi
         ops.update_scale(state, torch.zeros(1, device=device), growth_interval=1, max_scale=high)
         torch.testing.assert_close(torch.tensor(scale_in(state)), torch.tensor(expected), rtol=0, atol=0)
     for wrong in (state.float(), state[:6], state.repeat(2)[::2]):
-        with pytest.raises(
-            RuntimeError, match=r"update_scale: state is .*; pass a contiguous int32 tensor of shape \[7\]"
-        ):
+        with pytest.raises(RuntimeError, match=r"state is .*; pass a contiguous int32 tensor of shape \[7\]"):
             ops.update_scale(wrong, torch.zeros(1, device=device))
 
 

@@ -1,5 +1,6 @@
 """Moments in 8 bits and random numbers for rounding: the format by arithmetic on paper, the kernels by the format."""
 
+import copy
 import itertools
 import math
 
@@ -205,13 +206,12 @@ class Step:
 
     def expected(self, drawn_from=None, round_params=False, **how):
         """The values that `run` has to write; ``drawn_from`` is the seed of the random numbers."""
-        number = lambda stream, i, x: (  # noqa: E731
-            None
-            if drawn_from is None
-            else draws(x.numel(), drawn_from, self.positions[i], 3.0, stream, device=x.device)
-        )
-        wide = Step.__new__(Step)
-        wide.op, wide.states, wide.grads = self.op, self.states, self.grads
+
+        def number(stream, i, x):
+            if drawn_from is not None:
+                return draws(x.numel(), drawn_from, self.positions[i], 3.0, stream, device=x.device)
+
+        wide = copy.copy(self)
         wide.params = [p.to(F32, copy=True) for p in self.params]
         wide.lower = None if self.lower is None else [low.clone() for low in self.lower]
         wide.packed = [
@@ -338,12 +338,8 @@ def test_a_skipped_step_leaves_every_bit(ops, device, value, op):
 
 
 def test_tensors_that_are_not_contiguous_have_moments_in_the_order_of_their_elements(ops, device):
-    shapes = [(2, 3, 5, 7), (4, 40, 3, 3), (6, 50)]
-    step, plain = (Step("adam", shapes, lower=BF16, device=device) for _ in range(2))
-    for name in ("grads", "params", "lower"):
-        setattr(plain, name, [t.clone() for t in getattr(step, name)])
-    plain.packed = [[x.clone() for x in column] for column in step.packed]
-    last = torch.channels_last
+    step = Step("adam", [(2, 3, 5, 7), (4, 40, 3, 3), (6, 50)], lower=BF16, device=device)
+    plain, last = copy.deepcopy(step), torch.channels_last
     for column in (step.grads, step.params, step.lower):
         column[0] = column[0].clone(memory_format=last)
     step.params[1] = step.params[1].clone(memory_format=last)

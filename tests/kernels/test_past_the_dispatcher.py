@@ -101,16 +101,11 @@ def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly,
         done.append("kernel")
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def nothing(*args, **kwargs):
-        return NotImplemented
-
-    monkeypatch.setitem(backend.direct, "multi_tensor_double", work if directly else nothing)
+    at_once = work if directly else lambda *args, **kwargs: NotImplemented
+    monkeypatch.setitem(backend.direct, "multi_tensor_double", at_once)
     monkeypatch.setattr(backend, "through_dispatcher", work)
     monkeypatch.setattr(backend, "kernel_devices", frozenset(("cpu",)))
-
-    def reference(inputs, outputs):
-        done.append("reference")
-
+    reference = lambda inputs, outputs: done.append("reference")  # noqa: E731
     with pytest.raises(RuntimeError, match="illegal memory access"):
         serve("multi_tensor_double", reference, dict(inputs=[torch.ones(2)], outputs=[torch.ones(2)]))
     assert done == ["kernel"]

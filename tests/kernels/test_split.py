@@ -59,9 +59,8 @@ def assert_split(values, dtype):
         assert (error[is_large] == 0).all() and (error <= 2.0**-40).all()
     else:
         assert (error[x[finite] >= 2.0**-134] == 0).all() and (error <= 2.0**-134).all()
-    assert torch.equal(torch.signbit(together)[finite], sign[finite]) and torch.equal(
-        torch.signbit(weights)[finite], sign[finite]
-    )
+    for signed in (together, weights):
+        assert torch.equal(torch.signbit(signed)[finite], sign[finite])
     is_nan, is_inf = values.isnan(), values.isinf()
     assert together[is_nan].isnan().all() and weights[is_nan].isnan().all()
     assert torch.equal(together[is_inf], values[is_inf]) and torch.equal(weights[is_inf].float(), values[is_inf])
@@ -93,10 +92,7 @@ def test_every_bit_pattern(dtype, part):
 def test_the_operators_do_the_same(ops, device, dtype):
     values = values_of(chosen_patterns()).to(device)
     values = [values[: SIZES[-1]], values[5:5], values.clone(), values[::3]]
-    weights, rests = (
-        [x.new_empty(x.shape, dtype=dtype) for x in values],
-        [x.new_empty(x.shape, dtype=I16) for x in values],
-    )
+    weights, rests = ([x.new_empty(x.shape, dtype=kind) for x in values] for kind in (dtype, I16))
     ops.multi_tensor_split(values, weights, rests)
     outputs = [torch.empty_like(x) for x in values]
     ops.multi_tensor_join(weights, rests, outputs)

@@ -1,12 +1,9 @@
 """The scripts of examples/distributed, under torchrun on the CPU: do their ranks agree?"""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python
 
 FOLDER = ROOT / "examples" / "distributed"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -32,10 +29,9 @@ def test_a_script_fits_on_a_screen_and_is_run_here(path):
 @pytest.mark.parametrize("name, level", RUNS)
 def test_ranks_agree(name, level):
     ranks = 4 if name == "hsdp" else 2
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(FOLDER / f"{name}.py")]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", FOLDER / f"{name}.py"]
     command += [] if level is None else ["--opt-level", level]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    done = python(*command, OMP_NUM_THREADS="1")
     assert f"{ranks} ranks agree: True" in done.stdout, done.stdout + done.stderr
     if name == "policy_gradient":  # a coin of ten sides is right once in ten
         reward, apart = re.search(r"reward (\S+), chances apart (\S+),", done.stdout).groups()

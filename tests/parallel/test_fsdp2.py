@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import GatedNet, as_one_of_two_ranks, backward, results_of_two_ranks, whole
+from helpers import GatedNet, as_one_of_two_ranks, backward, whole
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs
@@ -164,11 +164,6 @@ def work(rank):
         "kept": dtypes(rank, "O5", keep_fp32="blocks.0"),
         "clipped": {str(case): clipped(rank, *case) for case in CLIPPED},
     }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", REFUSALS)

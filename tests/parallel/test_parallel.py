@@ -1,10 +1,8 @@
 """Synchronised batch norm on the CPU, judged by float64 batch norm over the joined batch."""
 
-import copy
-
 import pytest
 import torch
-from helpers import as_one_of_two_ranks, results_of_two_ranks
+from helpers import as_one_of_two_ranks
 from torch import nn
 
 from ampkit.parallel import SyncBatchNorm, convert_syncbn_model
@@ -70,11 +68,10 @@ def work(rank: int) -> dict:
     except ValueError as error:
         results["too_small"] = str(error)
 
-    model = nn.parallel.DistributedDataParallel(
-        convert_syncbn_model(convolution())
-    )  # torch's own class is refused here
-    loss_of(model, images()[rank]).backward()
-    results["ddp"] = model.module[0].weight.grad
+    model = convert_syncbn_model(convolution())  # DDP refuses torch's own class here
+    parallel = nn.parallel.DistributedDataParallel(model)
+    loss_of(parallel, images()[rank]).backward()
+    results["ddp"] = model[0].weight.grad
     return results
 
 
@@ -93,20 +90,15 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).relu().square().mean()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("syncbn"))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_syncbn_equals_float64_batch_norm_over_the_joined_batch(results, case):
+def test_syncbn_equals_float64_batch_norm_over_the_joined_batch(ranks, case):
     sizes, _, dtype, settings, tolerance = CASES[case]
     joined = [torch.cat(step).double() for step in batches(case)]
     plain = nn.BatchNorm2d if joined[0].dim() == 4 else nn.BatchNorm1d
     expected = run_steps(layer(settings | {"dtype": torch.float64}, plain).double(), joined)
 
     for name, value in expected.items():
-        parts = [ranks[case][name] for ranks in results]
+        parts = [rank[case][name] for rank in ranks]
         if name.startswith(("output", "grad_input", "evaluated")):
             assert all(part.dtype == dtype for part in parts)
             assert [len(part) for part in parts] == list(sizes)
@@ -120,16 +112,16 @@ def test_syncbn_equals_float64_batch_norm_over_the_joined_batch(results, case):
         assert (actual.double() - value.double()).abs().max() <= tolerance * scale, name
 
 
-def test_syncbn_when_the_joined_batch_has_one_value_says_so(results):
-    for ranks in results:
-        assert "1 value per channel over all processes" in ranks["too_small"]
+def test_syncbn_when_the_joined_batch_has_one_value_says_so(ranks):
+    for rank in ranks:
+        assert "1 value per channel over all processes" in rank["too_small"]
 
 
-def test_converted_model_in_ddp_on_the_cpu_has_the_gradients_of_the_joined_batch(results):
+def test_converted_model_in_ddp_on_the_cpu_has_the_gradients_of_the_joined_batch(ranks):
     exact = convolution().double()
     loss_of(exact, torch.cat(images()).double()).backward()
-    for ranks in results:
-        torch.testing.assert_close(ranks["ddp"].double(), exact[0].weight.grad, rtol=1e-4, atol=1e-6)
+    for rank in ranks:
+        torch.testing.assert_close(rank["ddp"].double(), exact[0].weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
@@ -144,12 +136,9 @@ def test_syncbn_with_one_process_is_batch_norm(settings):
 def test_convert_shares_tensors_and_leaves_other_norms():
     norm = layer({"momentum": 0.3, "eps": 1e-3}, nn.BatchNorm2d).eval()
     model = nn.Sequential(norm, nn.Sequential(nn.InstanceNorm2d(CHANNELS, affine=True), norm), nn.LayerNorm(4))
-    before = copy.copy(dict(model.named_parameters()) | dict(model.named_buffers()))
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
     other_norms = model[1][0], model[2]
-
-    converted = convert_syncbn_model(model)
-
-    assert converted is model and (model[1][0], model[2]) == other_norms
+    assert convert_syncbn_model(model) is model and (model[1][0], model[2]) == other_norms
     assert isinstance(model[0], SyncBatchNorm) and model[0] is model[1][1]
     assert (model[0].momentum, model[0].eps, model[0].training) == (0.3, 1e-3, False)
     after = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -96,14 +96,15 @@ def train_with_hook(rank, level, hook):
     model, optimizer = begun(level, loss_scale=rule)
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(None, HOOKS[hook])
-    original, sent, skipped = dist.all_reduce, [0] * 4, []
+    original, sent, skipped = dist.all_reduce, [], []
+
+    def all_reduce(tensor, *args, **kwargs):
+        sent[-1] += tensor.nbytes
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce  # which the hooks call
     for step in range(4):
-
-        def all_reduce(tensor, *args, step=step, **kwargs):
-            sent[step] += tensor.nbytes
-            return original(tensor, *args, **kwargs)
-
-        dist.all_reduce = all_reduce  # which the hooks call
+        sent.append(0)
         x, y = (part[rank] for part in data(step))
         optimizer.zero_grad()
         loss = F.mse_loss(parallel(x), y)
@@ -212,11 +213,6 @@ def work(rank):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("group"))
-
-
-@pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
     return results_of_two_ranks(__file__, tmp_path_factory.mktemp("cases"))
 
@@ -249,24 +245,24 @@ def assert_as_float32(ranks, steps, weight_decay=1e-2, tolerance=0.05):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level, hook", SENT)
-def test_gradients_travel_in_the_precision_of_weights_or_of_the_hook(results, level, hook):
+def test_gradients_travel_in_the_precision_of_weights_or_of_the_hook(ranks, level, hook):
     """The layers have 6 * 8 + 8 and 8 * 3 + 3 values; a norm has 16, which is float32 at O2."""
     layers, norm = 6 * 8 + 8 + 8 * 3 + 3, 16
     expected = 2 * layers + 4 * norm if level == "O2" else (4 if hook == "none" else 2) * (layers + norm)
-    ranks = [rank["hooks"][str((level, hook))] for rank in results]
-    for rank in ranks:
+    hooked = [rank["hooks"][str((level, hook))] for rank in ranks]
+    for rank in hooked:
         assert rank["bytes"] == [expected] * 4 and rank["skipped"] == [False, True, False, False]
-    assert_as_float32(ranks, [blocks_of(step, "") for step in (0, 2, 3)], tolerance=1e-4 if level == "O0" else 0.05)
+    assert_as_float32(hooked, [blocks_of(step, "") for step in (0, 2, 3)], tolerance=1e-4 if level == "O0" else 0.05)
 
 
 @pytest.mark.slow
-def test_a_rank_without_gradients_follows_the_scale_of_the_others(results):
-    assert [rank["without gradients"] for rank in results] == [[(True, 2.0**15), (False, 2.0**15)]] * 2
+def test_a_rank_without_gradients_follows_the_scale_of_the_others(ranks):
+    assert [rank["without gradients"] for rank in ranks] == [[(True, 2.0**15), (False, 2.0**15)]] * 2
 
 
 @pytest.mark.slow
-def test_zero_redundancy_optimizer_trains_without_masters_and_is_refused_with_them(results):
-    for rank in results:
+def test_zero_redundancy_optimizer_trains_without_masters_and_is_refused_with_them(ranks):
+    for rank in ranks:
         found = rank["zero"]
         assert {found[level] for level in ("O0", "O1", "O4", "O5")} == {"moved"}
         assert all(word in found["O2"] for word in ("ZeroRedundancyOptimizer", "O2", "FSDP2", "fully_shard"))
@@ -274,9 +270,9 @@ def test_zero_redundancy_optimizer_trains_without_masters_and_is_refused_with_th
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TOUCHED_CASES)
-def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(results, case):
+def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(ranks, case):
     both = case[0] != "written in a group of one"
-    for rank, one in enumerate(found["touched"][str(case)] for found in results):
+    for rank, one in enumerate(results["touched"][str(case)] for results in ranks):
         skipped = [False, both or rank == 1, False]
         assert one == {"found": [(skip, not skip) for skip in skipped], "finite": True}
 

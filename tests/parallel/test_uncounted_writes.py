@@ -11,6 +11,7 @@ from helpers import (
     net_with_norm,
     random_batch,
     results_of_two_ranks,
+    whole,
 )
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -32,10 +33,6 @@ CASES = {
 def prepared(case="stored", seed=0):
     level, make = CASES[case]
     return initialize_quietly(net_with_norm(seed=seed), lambda p: make(p, lr=0.5), level)
-
-
-def values_of(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def through_data(param):
@@ -60,18 +57,18 @@ def test_what_a_collective_writes_to_a_weight_is_its_float32_value(case, write, 
         write(param)
     optimizer.zero_grad()
     optimizer.step()  # which would write the masters into the weights
-    for name, value in values_of(model).items():
+    for name, value in whole(model.state_dict()).items():
         assert torch.equal(value, expected[name]), name
 
 
 def test_a_collective_clears_the_rests_of_weights_it_writes_to_and_no_others(group_of_one):
     model, _ = prepared()
-    before = values_of(model)
+    before = whole(model.state_dict())
     elsewhere = model[3].weight.data.clone()
     dist.broadcast(model[0].weight.data[2:], 0)  # a part of it
     dist.all_reduce(elsewhere)
     dist.all_gather([torch.empty_like(model[3].weight)], model[3].weight.data)  # for a metric: the weight is read
-    after = values_of(model)
+    after = whole(model.state_dict())
     assert torch.equal(after.pop("0.weight"), model[0].weight.float())
     assert not torch.equal(before["0.weight"], model[0].weight.float())
     assert all(torch.equal(value, before[name]) for name, value in after.items())
@@ -80,11 +77,11 @@ def test_a_collective_clears_the_rests_of_weights_it_writes_to_and_no_others(gro
 def test_memory_that_was_a_weights_before_is_none_of_its(group_of_one):
     model, _ = prepared()
     model(random_batch()[0])
-    before = values_of(model)
+    before = whole(model.state_dict())
     old = model[0].weight.data
     model[0].weight.data = old.clone()
     dist.all_reduce(old)
-    assert all(torch.equal(value, before[name]) for name, value in values_of(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
 
 
 def doubled_by_a_collective(value):
@@ -100,7 +97,7 @@ def replaced(value):
 @pytest.mark.parametrize("write", [doubled_by_a_collective, replaced])
 def test_what_is_written_to_master_params_reaches_the_next_forward(write, group_of_one):
     model, optimizer = prepared()
-    expected = {name: 2 * value for name, value in values_of(model).items()}
+    expected = {name: 2 * value for name, value in whole(model.state_dict()).items()}
     for value in ampkit.master_params(optimizer):
         write(value)
     model(random_batch()[0])
@@ -123,12 +120,12 @@ def trained(rank, case):
     """Train with DDP, from a start of each rank's own; rank 1 has one more batch, which rank 0 sits out in ``Join``."""
     model, optimizer = prepared(case, seed=rank)
     parallel = DistributedDataParallel(model)
-    results = {"wrapped": values_of(model)}
+    results = {"wrapped": whole(model.state_dict())}
     with Join([parallel]):
         for step in range(2 + rank):
             x, y = random_batch(seed=2 * step + rank)
             iterate(lambda x=x, y=y: F.mse_loss(parallel(x), y), optimizer)
-    results["trained"] = values_of(model)
+    results["trained"] = whole(model.state_dict())
     ampkit.close()
     return results
 
@@ -141,7 +138,7 @@ def stepped_after_a_broadcast(rank, case):
     for step in range(50):
         x, y = random_batch(seed=step)
         iterate(lambda x=x, y=y: F.mse_loss(model(x), y), optimizer)
-    found = values_of(model)
+    found = whole(model.state_dict())
     ampkit.close()
     return found
 

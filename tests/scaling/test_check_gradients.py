@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import STORED_BF16, assert_skips, backward, everything, initialize_quietly, random_batch
+from helpers import STORED_BF16, assert_skips, backward, everything, initialize_quietly, iterate, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -167,15 +167,10 @@ def test_a_clip_that_has_measured_inf_skips_the_step(name, level):
     assert_skips(model, optimizer)
 
 
-def two_models(make, level, **settings):
-    models = [nn.Linear(6, 3), nn.Linear(6, 3)]
-    optimizers = [make(model.parameters()) for model in models]
-    return ampkit.initialize(models, optimizers, opt_level=level, verbosity=0, **settings)
-
-
 @pytest.mark.parametrize("one_pass_step", [True, False])
 def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
-    models, both = two_models(torch.optim.Adam, "O2", loss_scale=128.0, one_pass_step=one_pass_step)
+    settings = {"loss_scale": 128.0, "one_pass_step": one_pass_step}
+    models, both = initialize_quietly([nn.Linear(6, 3), nn.Linear(6, 3)], torch.optim.Adam, "O2", **settings)
     scaler, (x, _) = ampkit.GradScaler(), batch()
     with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
         for _ in range(60):
@@ -190,14 +185,12 @@ def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, optimizers.FusedAdam])
 def test_each_loss_counts_its_own_skips(make):
     """A GAN at loss scale 1: one half learns, the other does not."""
-    models, both = two_models(make, "O5", num_losses=2)
+    models, both = initialize_quietly([nn.Linear(6, 3), nn.Linear(6, 3)], make, "O5", num_losses=2)
     x, _ = batch()
     with pytest.raises(ampkit.LossScaleError, match=r"50 steps in a row.*static loss scale 1"):
         for _ in range(51):
-            for index, factor in enumerate((math.nan, 1.0)):
-                both[index].zero_grad()
-                backward(models[index](x).sum() * factor, both[index], loss_id=index)
-                both[index].step()
+            iterate(lambda: models[0](x).sum() * math.nan, both[0])
+            iterate(lambda: models[1](x).sum(), both[1], loss_id=1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from helpers import STORED_BF16, backward, everything, initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, backward, everything, initialize_quietly, iterate, net_with_norm, random_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -32,6 +32,8 @@ FUSED = {
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose")
 # A tensor made of numbers on the host: on its way to a GPU it is copied from memory that is not pinned, which waits.
 MADE_ON_HOST = ("lift_fresh", "lift")
+# Functions that may read numbers, which have reached the host.
+DOORS = ("is_known_clean", "read", "arrived")
 
 
 @pytest.fixture
@@ -53,15 +55,11 @@ def host_copies(monkeypatch):
 
 
 class NoHostReads(TorchDispatchMode):
-    """A mode that raises where an operation would make the host wait for values of a device, except for the functions ``doors``."""
-
-    def __init__(self, doors):
-        super().__init__()
-        self.doors = doors
+    """A mode that raises where an operation would make the host wait for values of a device, except in `DOORS`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in READS and not _comes_from(self.doors):
+        if name in READS and not _comes_from_doors():
             raise AssertionError(f"the host reads a tensor: {func}")
         if name in MADE_ON_HOST:
             raise AssertionError("a tensor is made of numbers on the host")
@@ -71,10 +69,9 @@ class NoHostReads(TorchDispatchMode):
 @contextmanager
 def no_host_reads(device, monkeypatch):
     """No operation reads, and no value leaves a tensor by another door, but for numbers that have reached the host."""
-    doors = {"is_known_clean", "read", "arrived"}
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
-            patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name), doors))
+            patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name)))
         original = HostCopy.read
 
         def read(copy, wait=False):
@@ -85,25 +82,25 @@ def no_host_reads(device, monkeypatch):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            with NoHostReads(doors):
+            with NoHostReads():
                 yield
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def _guarded(name, original, doors):
+def _guarded(name, original):
     def guarded(tensor, *args, **kwargs):
-        assert _comes_from(doors), f"Tensor.{name} was called"
+        assert _comes_from_doors(), f"Tensor.{name} was called"
         return original(tensor, *args, **kwargs)
 
     return guarded
 
 
-def _comes_from(doors):
-    """Whether one of these functions is among the callers."""
+def _comes_from_doors():
+    """Whether one of `DOORS` is among the callers."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in doors:
+    while frame is not None and frame.f_code.co_name not in DOORS:
         frame = frame.f_back
     return frame is not None
 
@@ -253,8 +250,7 @@ LINE = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
 
 
 def initialized_aloud(capsys):
-    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
-    ampkit.initialize(model, optimizer, opt_level="O2")
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"], verbosity=1)
     capsys.readouterr()
     return model, optimizer
 
@@ -303,6 +299,20 @@ CAPTURED = {
 }
 
 
+def captured(run, optimizer):
+    """Return a graph of ``run``, an iteration, after three of them on a stream of their own."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("name", CAPTURED)
@@ -312,17 +322,8 @@ def test_an_iteration_can_be_captured_in_a_graph(name, level):
     model, optimizer = initialized_on("cuda", CAPTURED[name], level)
     (scaler,) = ampkit.current_session().scalers
     twin, twin_optimizer = initialized_on("cuda", CAPTURED[name], level)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            iteration(model, optimizer, x, y, clip=1.0)
-    torch.cuda.current_stream().wait_stream(stream)
     factor = torch.ones((), device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        iteration(model, optimizer, x, y, factor, clip=1.0)
+    graph = captured(lambda: iteration(model, optimizer, x, y, factor, clip=1.0), optimizer)
     for value in (1.0, math.inf, 1.0):
         factor.fill_(value)
         graph.replay()
@@ -384,19 +385,9 @@ def test_unchecked_steps_are_captured_where_torchs_are():
 def test_running_statistics_go_back_in_a_captured_iteration():
     norm = nn.BatchNorm1d(6)
     model, optimizer = initialize_quietly(nn.Sequential(norm, nn.Linear(6, 3)).cuda(), FUSED["FusedAdam"], "O2")
-    x, y = batch("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            iteration(model, optimizer, x, y)
-    torch.cuda.current_stream().wait_stream(stream)
-    x, good = x.clone(), x
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        iteration(model, optimizer, x, y)
-    weight = model[1].weight
+    good, y = batch("cuda")
+    x, weight = good.clone(), model[1].weight
+    graph = captured(lambda: iteration(model, optimizer, x, y), optimizer)
     for value, count in ((1.0, 4), (math.inf, 5), (1.0, 6)):
         before = weight.clone(), norm.running_mean.clone(), norm.running_var.clone()
         x.copy_(good)
@@ -437,10 +428,8 @@ def test_torchs_fused_sgd_begins_its_momentum_after_a_skipped_first_step(level):
     start = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, dampening=0.25, fused=True)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for factor in (float("inf"), 1.0, 1.0):
-        optimizer.zero_grad()
-        backward(model.weight.float().sum() * factor, optimizer)
-        optimizer.step()
+    for factor in (math.inf, 1.0, 1.0):
+        iterate(lambda factor=factor: model.weight.float().sum() * factor, optimizer)
     # The first momentum is the first gradient taken, 1; the second one 0.5 * 1 + 0.75 * 1.
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.full((1, 64), 1.25))
     assert torch.equal(model.weight.detach(), start - 0.5 - 0.5 * 1.25)

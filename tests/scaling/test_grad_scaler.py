@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly, iterate, net_with_norm, random_batch
+from helpers import initialize_quietly, iterate, net_with_norm, random_batch, sgd, whole
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,10 +23,6 @@ RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=2)
 def loss_of(model, step, spoiled=()):
     x, y = random_batch(seed=step)
     return F.mse_loss(model(x).float(), y) * (math.inf if step in spoiled else 1.0)
-
-
-def values(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def assert_equal(found, expected):
@@ -71,10 +67,8 @@ def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
             if into is by_scaler:
                 frameworks_step(scaler, optimizer, loss_of(model, step, spoiled))
             else:
-                optimizer.zero_grad()
-                backward(loss_of(model, step, spoiled), optimizer)
-                optimizer.step()
-            into.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+                iterate(lambda: loss_of(model, step, spoiled), optimizer)  # noqa: B023
+            into.append((whole(model.state_dict()), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
         ampkit.close()
     for (weights, skipped, state), (wanted, wanted_skipped, wanted_state) in zip(by_scaler, expected, strict=True):
         assert_equal(weights, wanted)
@@ -91,22 +85,19 @@ def test_a_framework_that_patches_step_sees_that_a_skipped_one_was_not_called():
         return plain(*args, **kwargs)
 
     optimizer.step = step
-    before = values(model)
+    before = whole(model.state_dict())
     frameworks_step(scaler, optimizer, loss_of(model, 0, {0}))
     assert not called and scaler.get_scale() == 2.0**15
-    assert_equal(values(model), before)
+    assert_equal(whole(model.state_dict()), before)
     frameworks_step(scaler, optimizer, loss_of(model, 1))
     assert called == [True] and scaler.get_scale() == 2.0**15
 
 
 def test_one_of_two_optimizers_overflows_and_the_scale_moves_once():
-    models = [net_with_norm(seed=seed) for seed in (0, 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    ampkit.initialize(models, optimizers, opt_level="O2", loss_scale=RULE, verbosity=0)
-    scaler = ampkit.GradScaler("cpu")
-    scales = []
+    models, optimizers = initialize_quietly([net_with_norm(), net_with_norm(seed=1)], sgd, "O2", loss_scale=RULE)
+    scaler, scales = ampkit.GradScaler("cpu"), []
     for step, spoiled in enumerate((None, 1, None, None, 0)):
-        before = [values(model) for model in models]
+        before = [whole(model.state_dict()) for model in models]
         for index, (model, optimizer) in enumerate(zip(models, optimizers)):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, step, {step} if spoiled == index else ())).backward()
@@ -198,7 +189,7 @@ ALIVE = []
 
 
 def at_o1(**settings):
-    ALIVE[:] = initialize_quietly(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), "O1", **settings)
+    ALIVE[:] = initialize_quietly(nn.Linear(2, 2), sgd, "O1", **settings)
     return ALIVE
 
 
@@ -282,10 +273,7 @@ def test_torchs_grad_scaler_left_in_the_script_unscales_for_every_optimizer(make
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for x in torch.randn(10, 16, 8, generator=torch.Generator().manual_seed(1))[:steps]:
-            optimizer.zero_grad()
-            scaler.scale((model(x).float() - x.sum(1, keepdim=True)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            frameworks_step(scaler, optimizer, (model(x).float() - x.sum(1, keepdim=True)).square().mean())
         return torch.cat([value.double().flatten() for value in model.state_dict().values()])
 
     start, exact, found = weights(None, steps=0), weights(None), weights(level)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, backward, in_threads, initialize_quietly, random_batch
+from helpers import STORED_BF16, assert_skips, at, backward, in_threads, initialize_quietly, random_batch, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy  # bound before anything is initialized
@@ -20,10 +20,6 @@ SCALE = 2.0**7
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def loss_of(model, seed=1):
@@ -40,10 +36,6 @@ def told(caplog, words):
 
 def delayed(model, optimizer):
     backward(loss_of(model), optimizer, delay_unscale=True)
-
-
-def by_habit(model, optimizer):
-    loss_of(model).backward()
 
 
 def of_the_scaled_loss_after_its_block(model, optimizer):
@@ -96,7 +88,7 @@ WAITING = "gradients that wait at a loss scale", "delay_unscale=True", "ampkit.G
 #: A backward pass of each iteration, and what is said of it once.
 MISTAKES = {
     "by habit": (
-        *(by_habit, "outside of every scale_loss block", "SGD.step()"),
+        *(lambda model, _: loss_of(model).backward(), "outside of every scale_loss block", "SGD.step()"),
         *("as scaled_loss: scaled_loss.backward()", "ampkit.GradScaler"),
     ),
     "after its block": (of_the_scaled_loss_after_its_block, "ended without a backward pass"),
@@ -260,9 +252,8 @@ def test_blocks_without_a_backward_pass_are_told_of_once(caplog):
 
 def test_an_optimizer_over_a_copy_of_the_model_is_refused():
     model, other = net(), net()
-    with pytest.raises(
-        ampkit.ConfigurationError, match=r"none of the trainable parameters of the model.* with the same shapes"
-    ):
+    words = r"none of the trainable parameters of the model.* with the same shapes"
+    with pytest.raises(ampkit.ConfigurationError, match=words):
         ampkit.initialize(model, sgd(other.parameters()), verbosity=0)
     # A loss with its own weights is taken.
     ampkit.initialize(model, [sgd(model.parameters()), sgd(other.parameters())], verbosity=0)
@@ -285,14 +276,11 @@ def headed(**settings):
 def test_an_overflow_in_them_skips_the_step():
     """Without the skip clip_grad_norm_(model.parameters()) would make NaN of all other gradients."""
     model, optimizer, _ = headed()
-    before = [p.detach().clone() for p in model[1].parameters()]
     with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
         model[0].weight.grad[0, 0] = math.inf
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    assert all(torch.equal(p, was) for p, was in zip(model[1].parameters(), before, strict=True))
+    assert_skips(model, optimizer)
     optimizer.zero_grad()  # leaves gradients that belong to no optimizer
     in_a_block(model, optimizer)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
@@ -436,11 +424,11 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(name, level, caplog):
     assert not lines or loss.dtype is torch.bfloat16
 
 
-def skip(model, optimizer, times, factor=math.inf):
+def skip(model, optimizer, times, loss_is_nan=False):
     for _ in range(times):
         optimizer.zero_grad()
-        with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
-            (scaled * factor).backward()
+        with ampkit.scale_loss(loss_of(model) * (math.nan if loss_is_nan else 1.0), optimizer) as scaled:
+            (scaled * (1.0 if loss_is_nan else math.inf)).backward()
         optimizer.step()
 
 
@@ -460,12 +448,7 @@ def test_at_the_floor_nothing_is_reduced(caplog):
 def test_no_scale_is_advised_against_a_loss_that_is_not_finite(of_the_loss):
     model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
     with pytest.raises(ampkit.LossScaleError) as raised:
-        for _ in range(52):
-            optimizer.zero_grad()
-            loss = loss_of(model) * (math.nan if of_the_loss else 1.0)
-            with ampkit.scale_loss(loss, optimizer) as scaled:
-                (scaled * (1.0 if of_the_loss else math.inf)).backward()
-            optimizer.step()
+        skip(model, optimizer, 52, of_the_loss)
     assert ("a lower loss_scale=" in str(raised.value)) is not of_the_loss
     assert ("bfloat16" in str(raised.value)) is not of_the_loss
 

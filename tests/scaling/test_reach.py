@@ -140,19 +140,19 @@ def script(function):
     return function
 
 
-def script_of_two_sessions(function=None, *, clears=True, steps=(0, 1), outputs=4):
+def script_of_two_sessions(function=None, *, steps=(0, 1), outputs=4):
     """Register two iterations of two sessions: the function goes backward, and returns what is compared besides.
 
     It gets ``amp``, both models and both optimizers. Those that ``steps`` names step after it.
     """
     if function is None:
-        return functools.partial(script_of_two_sessions, clears=clears, steps=steps, outputs=outputs)
+        return functools.partial(script_of_two_sessions, steps=steps, outputs=outputs)
 
     @functools.wraps(function)
     def iterations(amp):
         models, optimizers = zip(session(amp, 1), session(amp, 2, outputs))
         result = []
-        for _ in cleared(*optimizers if clears else ()):
+        for _ in cleared(*optimizers):
             result += function(amp, *models, *optimizers) or []
             result += stepped(models, [optimizers[index] for index in steps])
         return result
@@ -198,19 +198,13 @@ def hook_that_trains_another_sessions_model(amp, a, b, of_a, of_b):
     amp.backward(loss_of(hidden), of_a)
 
 
-@script_of_two_sessions(steps=[0], outputs=1)
+@script_of_two_sessions(outputs=1)
 def generator_through_the_critic_of_another_session(amp, g, d, of_g, of_d):
+    """Leave out a zero_grad: the critic steps by the sum at last."""
     amp.backward(loss_of(d(X) - 1.0), of_d)
     amp.backward(loss_of(d(g(X).detach().float())), of_d)
     of_d.step()
     amp.backward(loss_of(d(g(X).float()) - 1.0), of_g)
-
-
-@script_of_two_sessions(clears=False, outputs=1)
-def generator_that_adds_to_the_critics_gradients(amp, g, d, of_g, of_d):
-    """Leave out zero_grad: the critic steps by the sum."""
-    amp.backward(loss_of(d(X) - 1.0), of_d)
-    amp.backward(loss_of(d(g(X).float())), of_g)
 
 
 @script
@@ -241,14 +235,6 @@ def sum_of_the_losses_of_two_blocks(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
         (one + other).backward()
     return [copied(x.grad)]
-
-
-@script_of_two_sessions(steps=[0])
-def block_of_another_session_around_a_whole_iteration(amp, a, b, of_a, of_b):
-    with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
-        amp.backward(loss_of(b(X)), of_b)
-        of_b.step()
-        scaled.backward()
 
 
 # Passes that reach parameters without an optimizer of ampkit
@@ -282,14 +268,8 @@ def weights_of_losses(amp, delays=(False,)):
     return result + weights(a, weighted)
 
 
-@script
-def weights_of_losses_over_micro_batches(amp):
-    return weights_of_losses(amp, delays=(True, True, False))
-
-
-@script
-def weights_of_losses_that_wait_for_the_step(amp):
-    return weights_of_losses(amp, delays=(True,))
+for name, delays in (("over_micro_batches", (True, True, False)), ("that_wait_for_the_step", (True,))):
+    SCRIPTS[f"weights_of_losses_{name}"] = functools.partial(weights_of_losses, delays=delays)
 
 
 @script

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import backward, in_threads, initialize_quietly
+from helpers import backward, in_threads, initialize_quietly, iterate, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -463,8 +463,7 @@ def test_a_forward_under_a_transform_or_a_tracer_is_not_looked_at():
 
 def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
     def pair():
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+        return initialize_quietly(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), sgd, "O1")
 
     def beside():
         model, _optimizer = pair()
@@ -489,16 +488,12 @@ def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
     "make", [torch.optim.RMSprop, FusedSGD], ids=["raised in the step", "raised in the next block"]
 )
 def test_the_error_that_ends_a_training_leaves_statistics_that_can_be_saved(make):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = make(model.parameters(), lr=0.1)
-    bounds = dict(min_loss_scale=1.0, max_loss_scale=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0, **bounds)
+    model, bounds = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), dict(min_loss_scale=1.0, max_loss_scale=1.0)
+    model, optimizer = initialize_quietly(model, lambda p: make(p, lr=0.1), "O1", **bounds)
     count = 0
     with pytest.raises(ampkit.LossScaleError):
         while count < 52:
             count += 1
-            optimizer.zero_grad()
-            backward(model(torch.full((6, 3), math.nan)).float().mean(), optimizer)
-            optimizer.step()
+            iterate(lambda: model(torch.full((6, 3), math.nan)).float().mean(), optimizer)
     assert model[1].num_batches_tracked == count
     assert model[1].running_mean.eq(0).all() and model[1].running_var.eq(1).all()

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import backward, in_threads, initialize_quietly, one_weight, others_slow
+from helpers import LEVELS, backward, in_threads, initialize_quietly, one_weight, others_slow, sgd
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -13,12 +13,6 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
-
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def gelus():
@@ -281,7 +275,6 @@ def test_frozen_weight_of_a_wrapper_class_moves_with_its_model(level):
 
 
 def test_script_that_refers_to_a_parameter_weakly_is_told_by_torch_as_ever(swapping):
-
     model, _ = initialize_quietly(nn.Linear(2, 2), sgd, "O1")
     own = weakref.ref(model.weight)
     with pytest.raises(RuntimeError, match="swap"):
@@ -348,7 +341,7 @@ def test_number_that_float16_does_not_have_is_spoken_of_but_in_where_which_knows
     net, x = Scores(6, 6), torch.randn(6, 6)
     want = net(x)
     key = "patch_torch_functions_type" if level == "O1" else "cast_model_type"
-    model, _ = ampkit.initialize(net, sgd(net.parameters()), opt_level=level, verbosity=0, **{key: torch.float16})
+    model, _ = initialize_quietly(net, sgd, level, **{key: torch.float16})
     if name != "where":
         with pytest.raises(RuntimeError) as caught:
             model(x)
@@ -379,8 +372,6 @@ BATCHED = {
     ),
     "jacrev": lambda model, out, params: torch.func.jacrev(lambda x: model(x).float().sum(0))(torch.ones(4, 6)),
 }
-
-
 NORMS = [nn.BatchNorm1d, lambda width: nn.GroupNorm(2, width), nn.LayerNorm]
 
 
@@ -436,8 +427,7 @@ def test_session_that_ends_in_a_block_leaves_no_scaled_gradient_untold(end, befo
 
 
 def test_a_region_of_another_thread_goes_on_after_a_backward_pass_in_which_the_session_closes():
-    model = nn.Linear(4, 4)
-    ampkit.initialize(model, sgd(model.parameters()), opt_level="O1", verbosity=0)
+    _held = initialize_quietly(nn.Linear(4, 4), sgd, "O1")
 
     def region_around():
         x = torch.ones(2, 4, requires_grad=True)
@@ -457,7 +447,6 @@ def test_the_optimizer_of_lightning_is_known_though_it_has_a_copy_of_the_attribu
             self._optimizer = optimizer
 
     LightningOptimizer.__module__ = "lightning.pytorch.core.optimizer"
-    model = nn.Linear(4, 4)
-    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), opt_level="O1", loss_scale=8.0, verbosity=0)
+    model, optimizer = initialize_quietly(nn.Linear(4, 4), sgd, "O1", loss_scale=8.0)
     backward(model(torch.ones(2, 4)).sum(), LightningOptimizer(optimizer))
     assert model.bias.grad.tolist() == [2.0] * 4

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import backward, iterate
+from helpers import LEVELS, backward, initialize_quietly, iterate, sgd
 from torch import nn
 
 import ampkit
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class TokenClassifier(nn.Module):
@@ -39,13 +37,6 @@ def classify_tokens(model, optimizer):
     """Run three iterations on four sequences."""
     tokens, labels = torch.arange(12).reshape(4, 3) % 7, torch.arange(4)
     iterate(lambda: nn.functional.cross_entropy(model(tokens).float(), labels), optimizer, times=3)
-
-
-def trained(level):
-    """Return a model and its optimizer after three iterations in a session that is still open."""
-    model, optimizer = ampkit.initialize(*make_pair(), opt_level=level, verbosity=0)
-    classify_tokens(model, optimizer)
-    return model, optimizer, [p for p in model.parameters() if p.requires_grad]
 
 
 def attributes(model, optimizer):
@@ -99,7 +90,8 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
 
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
 def test_training_goes_on_in_plain_torch_after_close(level):
-    model, optimizer, _params = trained(level)
+    model, optimizer = ampkit.initialize(*make_pair(), opt_level=level, verbosity=0)
+    classify_tokens(model, optimizer)
     ampkit.close()
     twin, other = make_pair()
     twin.load_state_dict(model.state_dict())
@@ -136,8 +128,7 @@ def test_forward_put_on_the_instance_is_given_back():
 
 
 def test_block_made_before_close_is_refused_after_it():
-    model = nn.Linear(2, 2)
-    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    model, optimizer = initialize_quietly(nn.Linear(2, 2), sgd, "O1")
     block = ampkit.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer)
     ampkit.close()
     with pytest.raises(ampkit.NotInitializedError, match="initialize"):

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from helpers import STORED_BF16, at, iterate
+from helpers import LEVELS, STORED_BF16, at, iterate
 from torch import nn
 
 import ampkit
 from ampkit.apex.optimizers import FusedLARS
 from ampkit.optimizers import FusedAdam
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from helpers import iterate
+from helpers import LEVELS, iterate, sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +14,6 @@ import ampkit
 from ampkit.patching import PatchSet
 from ampkit.registry import live_sessions
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 NAMESPACES = (torch, nn.functional, torch.Tensor, torch.linalg, torch.special)
 
 
@@ -24,12 +23,12 @@ def make_model():
 
 def make_pair():
     model = make_model()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, sgd(model.parameters(), momentum=0.9)
 
 
 def initialized(model=None, **settings):
     model = make_model() if model is None else model
-    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **settings)
+    return ampkit.initialize(model, sgd(model.parameters()), verbosity=0, **settings)
 
 
 def snapshot(*things):
@@ -43,10 +42,8 @@ def snapshot(*things):
             made = [p for p in thing.parameters() if not isinstance(p, nn.UninitializedParameter)]
             taken += [(p, p.dtype, p.data_ptr(), p.requires_grad) for p in made]
         elif hasattr(thing, "param_groups"):
-            taken.append(
-                (thing, type(thing), set(vars(thing)), [list(map(id, g["params"])) for g in thing.param_groups])
-            )
-            taken.append({id(key) for key in thing.state})
+            held = [list(map(id, group["params"])) for group in thing.param_groups]
+            taken += [(thing, type(thing), set(vars(thing)), held), {id(key) for key in thing.state}]
     return taken
 
 
@@ -80,9 +77,8 @@ def test_forms_return_as_they_came(level):
 
 def test_positional_arguments_are_in_the_order_of_apex():
     dtype = torch.float16
-    _held = ampkit.initialize(
-        *make_pair(), True, "O2", dtype, False, True, True, 128.0, torch.bfloat16, 3, 0, 0.5, 256.0
-    )
+    settings = True, "O2", dtype, False, True, True, 128.0, torch.bfloat16, 3, 0, 0.5, 256.0
+    _held = ampkit.initialize(*make_pair(), *settings)
     plan = ampkit.current_session().plan
     assert (plan.opt_level, plan.cast_model_type, plan.patch_torch_functions) == ("O2", dtype, False)
     assert (plan.keep_batchnorm_fp32, plan.master_weights, plan.loss_scale) == (True, True, 128.0)
@@ -221,10 +217,8 @@ def test_fused_sgd_is_refused_where_it_does_not_step():
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-NOT_INITIALIZED, IN_ITS_PLACE = (
-    ampkit.NotInitializedError,
-    r"where it expects the optimizer.*scale_loss\(loss, optimizer\)",
-)
+NOT_INITIALIZED = ampkit.NotInitializedError
+IN_ITS_PLACE = r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
 #: Arguments of scale_loss, and what is said of them.
 WRONG_CALLS = {
     "never passed": (
@@ -354,11 +348,7 @@ def test_failure_halfway_undoes_everything(level, share, settings):
 def test_optimizer_without_weak_references_leaves_no_session():
     class Rigid:
         __slots__ = ("param_groups", "state")
-
-        def step(self):
-            """Do nothing."""
-
-        zero_grad = step
+        step = zero_grad = lambda self: None
 
     optimizer = Rigid()
     optimizer.param_groups, optimizer.state = [{"params": []}], {}
@@ -431,10 +421,9 @@ def test_scale_loss_without_with_says_how_it_is_written():
 def test_an_optimizer_that_holds_the_frozen_part_of_a_model_alone_is_warned_of(late, told, caplog):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 100))
     model[0].requires_grad_(False)
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = sgd(model.parameters())
     model[1] = nn.Linear(8, 3)
-    optimizer = made if late else torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    ampkit.initialize(model, made if late else sgd(model.parameters()), opt_level="O1", verbosity=0)
     assert caplog.text.count("updates none of the trainable parameters") == told
 
 

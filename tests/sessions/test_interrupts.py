@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from helpers import backward, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,30 +91,21 @@ class Run:
     def __init__(self, opt_level: str, optimizer: str) -> None:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
-        self.model, self.optimizer = ampkit.initialize(
-            model, OPTIMIZERS[optimizer](model.parameters()), opt_level=opt_level, loss_scale=128.0, verbosity=0
-        )
+        self.model, self.optimizer = initialize_quietly(model, OPTIMIZERS[optimizer], opt_level, loss_scale=128.0)
 
     def iterate(self, number: int) -> None:
         batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
         self.optimizer.zero_grad()
-        loss = F.mse_loss(self.model(batch).float(), batch[:, :2] ** 2)
-        with ampkit.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(self.model(batch).float(), batch[:, :2] ** 2), self.optimizer)
         ampkit.clip_grad_norm_(self.optimizer, 0.5)
         self.optimizer.step()
 
     def checkpoint(self):
-        return {
-            "model": copy.deepcopy(self.model.state_dict()),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "ampkit": ampkit.state_dict(),
-        }
+        return [copy.deepcopy(one.state_dict()) for one in (self.model, self.optimizer, ampkit)]
 
     def resume(self, checkpoint) -> None:
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        ampkit.load_state_dict(checkpoint["ampkit"])
+        for one, state in zip((self.model, self.optimizer, ampkit), checkpoint, strict=True):
+            one.load_state_dict(state)
 
     def values(self):
         return torch.cat([value.float().flatten() for value in self.model.state_dict().values()])

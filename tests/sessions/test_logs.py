@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import backward, iterate, net_with_norm
+from helpers import backward, iterate, net_with_norm, sgd
 from torch import nn
 
 import ampkit
@@ -25,7 +25,7 @@ session_module = importlib.import_module("ampkit.session")  # the name in the pa
 def initialized_aloud(**settings):
     """Initialize a model and its optimizer, with all that `initialize` prints."""
     model = net_with_norm(4, 4, 1)
-    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    return ampkit.initialize(model, sgd(model.parameters()), **settings)
 
 
 def overflow(model, optimizer, times=1, factor=math.inf):
@@ -39,8 +39,6 @@ def first_words(capsys, **settings):
 
 
 SELECTED = "Selected optimization level "
-
-
 STORED = "master weights float32, as weight and 16-bit rest"
 
 
@@ -254,8 +252,8 @@ def test_overflow_line_says_when_and_what_was_not_finite(level, make, name, caps
 
 def test_overflow_seen_by_two_optimizers_is_reported_once(capsys):
     models = [nn.Linear(4, 1), nn.Linear(4, 1)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    models, optimizers = ampkit.initialize(models, optimizers, opt_level="O2", num_losses=2)
+    optimizers = [sgd(model.parameters()) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", num_losses=2)
     capsys.readouterr()
     backward(sum(model(torch.ones(2, 4)).sum() for model in models) * math.inf, optimizers, loss_id=1)
     for optimizer in optimizers:

@@ -5,13 +5,13 @@ import operator
 
 import pytest
 import torch
+from helpers import LEVELS
 
 from ampkit import ConfigurationError, DynamicLossScale
 from ampkit.plan import Plan, defaults_of, resolve
 from ampkit.policy import Policy
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = DynamicLossScale()
 
 # cast_model_type, patch_torch_functions, ..._type, keep_batchnorm_fp32, master_weights, loss_scale
@@ -23,7 +23,6 @@ DEFAULTS_ON_CUDA = {
     "O4": (None, True, BF16, None, False, 1.0),
     "O5": (None, False, BF16, None, False, 1.0),
 }
-
 
 row = operator.attrgetter(
     *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),

@@ -9,13 +9,12 @@ an event, write a function of the script's `Run` and put it into `BETWEEN` (iter
 """
 
 import copy
-import io
 import random
 from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import STORED_BF16, at
+from helpers import STORED_BF16, at, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -177,10 +176,8 @@ def copies_the_model(run, draw):
 
 
 def loads_its_own_state(run, draw):
-    file = io.BytesIO()
-    torch.save([run.model.state_dict(), run.optimizer.state_dict()], file)
-    file.seek(0)
-    for one, state in zip((run.model, run.optimizer), torch.load(file)):
+    states = saved_and_loaded([run.model.state_dict(), run.optimizer.state_dict()])
+    for one, state in zip((run.model, run.optimizer), states):
         one.load_state_dict(state)
 
 
@@ -288,14 +285,8 @@ def adds_a_penalty_without_a_block(run, draw):
 
 BETWEEN = [
     *(evaluates, copies_the_model, loads_its_own_state, loads_other_weights, rewinds, writes_to_a_weight),
-    *(
-        puts_a_tensor_in_a_weights_place,
-        evaluates_with_other_weights,
-        freezes_or_unfreezes,
-        hooks_a_weight,
-        hooks_the_step,
-    ),
-    *(changes_the_rate, closes_and_begins_again),
+    *(puts_a_tensor_in_a_weights_place, evaluates_with_other_weights, freezes_or_unfreezes, hooks_a_weight),
+    *(hooks_the_step, changes_the_rate, closes_and_begins_again),
 ]
 BEFORE_STEP = [
     *(evaluates, loads_its_own_state, halves_gradients, puts_gradients_in_place, clears_a_gradient, clamps_gradients),
