@@ -38,7 +38,7 @@ def python(*arguments: Any, cwd: Path = ROOT, **environment: str) -> subprocess.
     """Run Python with these arguments; it imports this checkout from any folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def others_slow(*chosen, of: Iterable) -> list:
