@@ -309,6 +309,9 @@ class Session:
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
+            if self.plan.loss_scale == 1.0 and not self.plan.has_narrow_results:
+                if casting.other_precision() is torch.float16:
+                    self.scaling.advice.tell("float16 region", self.plan.opt_level)
         if self.statistics.are_there or self.statistics.additions != registry.additions:
             self.statistics.before_forward(model)
         if (ddp := DistributedDataParallel._active_ddp_module) is not None:

@@ -6,8 +6,9 @@ of `ampkit.scale_loss`.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,17 @@ def _of_rule(name: str) -> Any:
     return property(lambda scaler: _state_of(scaler._scaler)[name], change)
 
 
+def _torchs_if_disabled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch's method of this name run in a session that is not enabled: torch's own GradScaler is disabled here."""
+
+    @functools.wraps(method)
+    def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        used = method if self._owner().plan.enabled else getattr(TorchGradScaler, method.__name__)
+        return used(self, *args, **kwargs)
+
+    return call
+
+
 class GradScaler(TorchGradScaler):
     """The loss scale of the newest session, or of ``session``, with the methods of ``torch.amp.GradScaler``.
 
@@ -45,7 +57,8 @@ class GradScaler(TorchGradScaler):
     once, whatever the number of optimizers. ``step(optimizer)`` calls ``optimizer.step()`` only where the gradients of that
     optimizer are finite, which it reads from the device. Gradients of several ``backward()`` add up scaled, as with torch's.
 
-    ``state_dict`` and ``load_state_dict`` are in torch's format. Raises `NotInitializedError` where there is no session, or for an
+    ``state_dict`` and ``load_state_dict`` are in torch's format. After ``initialize(enabled=False)`` this is a disabled
+    GradScaler. Raises `NotInitializedError` where there is no session, or for an
     optimizer that is not of it; RuntimeError for calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's
     does; `ConfigurationError` for a change of the rule of a static scale; and TypeError for settings of torch's, which are
     `initialize`'s here.
@@ -67,6 +80,7 @@ class GradScaler(TorchGradScaler):
         self._unscaled: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # of unscaled optimizers, by id
         self._stepped: set[int] = set()
 
+    @_torchs_if_disabled
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or an iterable of tensors, by the loss scale, for ``backward()``."""
         if not isinstance(outputs, torch.Tensor):
@@ -79,6 +93,7 @@ class GradScaler(TorchGradScaler):
         with session.block(outputs, session.wrappers, self._scaler, delay_unscale=True) as scaled_loss:
             return scaled_loss
 
+    @_torchs_if_disabled
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of this optimizer, and check whether they are finite. Call it once before each ``step``."""
         if id(optimizer) in self._stepped:
@@ -99,6 +114,7 @@ class GradScaler(TorchGradScaler):
         """Whether `unscale_` has been called on this optimizer since the last ``update()``."""
         return id(optimizer) in self._unscaled
 
+    @_torchs_if_disabled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step(*args, **kwargs)`` if its gradients are finite; else skip the step and return None."""
         if kwargs.get("closure") is not None:
@@ -117,6 +133,7 @@ class GradScaler(TorchGradScaler):
             wrapper.findings.mark_checked(found_inf.flag)
         return optimizer.step(*args, **kwargs)
 
+    @_torchs_if_disabled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """End the iteration: the loss scale backs off after an overflow, and grows after enough iterations without one."""
         unscaled, self._unscaled, self._stepped = list(self._unscaled.values()), {}, set()
@@ -129,6 +146,7 @@ class GradScaler(TorchGradScaler):
         if any(wrapper.findings.skipped for wrapper, _ in checked):
             self._scaler.report(wait=True)
 
+    @_torchs_if_disabled
     def get_scale(self) -> float:
         """The current loss scale. Waits for the device."""
         return self._scaler.loss_scale
@@ -138,10 +156,12 @@ class GradScaler(TorchGradScaler):
         session = current_session() if self._session is None else self._session()
         return session is not None and session.plan.enabled
 
+    @_torchs_if_disabled
     def state_dict(self) -> dict[str, Any]:
         """The state dict in torch's format: scale, factors, interval and counter."""
         return _state_of(self._scaler)
 
+    @_torchs_if_disabled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's GradScaler."""
         _load(self._scaler, state_dict)
@@ -164,18 +184,19 @@ def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
     """The newest session's loss scale as the state of a ``torch.amp.GradScaler``: ``scaler.load_state_dict(to_grad_scaler())``.
 
     Scale, growth and back-off factors, interval and counter are exact. A GradScaler has neither bounds nor a static scale; a
-    static scale becomes a dynamic one that does not grow.
+    static scale becomes a dynamic one that does not grow. After ``initialize(enabled=False)`` it is empty, as a disabled one's.
 
     Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
     """
-    return _state_of(_newest_scaler(loss_id))
+    scaler = _newest_scaler(loss_id)
+    return {} if scaler is None else _state_of(scaler)
 
 
 def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
     """Continue with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
 
     The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
-    GradScaler is empty and changes nothing.
+    GradScaler is empty and changes nothing; after ``initialize(enabled=False)`` no state changes anything.
 
     Raises `CheckpointError` for an argument that is no GradScaler's state, and changes nothing then; `NotInitializedError` and
     `LossIdError` as `to_grad_scaler` does.
@@ -185,7 +206,7 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
         raise CheckpointError(
             f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}."
         )
-    if state:
+    if state and scaler is not None:
         _load(scaler, state)
 
 
@@ -223,10 +244,11 @@ def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
     scaler.load_state_dict(scaler_state)
 
 
-def _newest_scaler(loss_id: int) -> LossScaler:
+def _newest_scaler(loss_id: int) -> LossScaler | None:
+    """Return a loss scaler of the newest session, or None if that is not enabled."""
     newest: Session | None = current_session()
     if newest is None:
         raise NotInitializedError(
             "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
         )
-    return newest.scaling.scaler(loss_id)
+    return newest.scaling.scaler(loss_id) if newest.plan.enabled else None

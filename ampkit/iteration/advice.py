@@ -72,6 +72,11 @@ ROWS = {
         "Compute the loss in a torch.autocast region, call initialize() in the thread that trains, or use scope='forward', with "
         "which models return float32.",
     ),
+    "float16 region": (
+        "A model ran in a torch.autocast region in float16, whose dtype wins over that of %s. The loss scale is 1, so that small "
+        "gradients become 0 there.",
+        "Remove the region, or use opt_level='O1', which scales the loss in float16.",
+    ),
     "eps": (
         "%s steps in float16 at %s, where its eps of %g is 0: weights become NaN where it divides by 0.",
         "Use eps=1e-4, ampkit.optimizers, whose moments are float32, or O2, which steps in float32.",

@@ -359,7 +359,8 @@ class LossScaler:
             scale, self._set_by_hand = max(saved, self.min_loss_scale), math.inf
         elif saved != scale:
             logger.warning(
-                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
+                "The checkpoint's loss scale of %g is not loaded: this session's is static, %g (bfloat16 needs none).",
+                *(saved, scale),
             )
         left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)
         counts = {"unskipped": int(state["unskipped"]), "overflows_left": left}
@@ -385,6 +386,10 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
     if not isinstance(state, Mapping):
         raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
     unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if "_growth_tracker" in unexpected:
+        raise CheckpointError(
+            "This is the state dict of a torch.amp.GradScaler. Load it with ampkit.from_grad_scaler(state), after initialize()."
+        )
     if unexpected:
         raise CheckpointError(
             f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "

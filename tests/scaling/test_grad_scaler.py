@@ -247,6 +247,27 @@ def test_states_that_cannot_be_are_refused_and_an_empty_one_changes_nothing_eith
     assert ampkit.to_grad_scaler()["scale"] == 65536.0 and ampkit.to_grad_scaler()["growth_interval"] == 2000
 
 
+def test_a_session_that_is_not_enabled_leaves_a_disabled_grad_scaler():
+    """Twice the step on paper: 1 - 0.5 * 3 at a gradient of 3."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ampkit.initialize(model, optimizer, opt_level="O1", enabled=False, verbosity=0)
+    scaler = ampkit.GradScaler("cpu")
+    ampkit.from_grad_scaler(STATE)
+    scaler.load_state_dict(STATE)
+    for weight in (-0.5, -2.0):
+        frameworks_step(scaler, optimizer, model(torch.full((1, 1), 3.0)).sum())
+        assert model.weight.item() == weight
+    assert scaler.state_dict() == ampkit.to_grad_scaler() == {} and scaler.get_scale() == 1.0
+
+
+def test_the_state_of_a_grad_scaler_is_named_where_it_is_loaded_as_ampkits():
+    at_o1()
+    with pytest.raises(ampkit.CheckpointError, match=r"ampkit\.from_grad_scaler\(state\)"):
+        ampkit.load_state_dict(STATE)
+
+
 def test_without_a_session_there_is_no_loss_scale():
     with pytest.raises(ampkit.NotInitializedError):
         ampkit.to_grad_scaler()

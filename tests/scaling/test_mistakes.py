@@ -424,6 +424,27 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(name, level, caplog):
     assert not lines or loss.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "level, dtype, is_told",
+    [
+        ("O4", torch.float16, True),
+        ("O4", torch.bfloat16, False),
+        ("O5", torch.float16, False),
+        ("O1", torch.float16, False),
+    ],
+)
+def test_a_float16_region_without_a_loss_scale_is_told_of(level, dtype, is_told, caplog):
+    """A gradient of 2 ** -27 is 0 in float16, where the region's precision holds."""
+    model, optimizer = initialize_quietly(nn.Linear(1, 1, bias=False), sgd, level)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype):
+            loss = model(torch.ones(1, 1)).float().sum() * 2.0**-27
+        optimizer.zero_grad()
+        backward(loss, optimizer)
+    assert model.weight.grad.item() == (0.0 if is_told else 2.0**-27)
+    assert len(told(caplog, "in a torch.autocast region in float16")) == is_told
+
+
 def skip(model, optimizer, times, loss_is_nan=False):
     for _ in range(times):
         optimizer.zero_grad()
