@@ -42,7 +42,7 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
         print(
             "ampkit: --device cpu: CUDA calls of this script run on the CPU. The lower precision of amp is "
             f"{precision} there: {LOWER_PRECISION_VARIABLE}=float16 or bfloat16 in the environment chooses. What the script makes "
-            "float16 itself, by .half(), stays float16. This checks that it works; it says nothing about speed on a GPU."
+            "float16 itself, by .half(), stays float16. It trains, saves and resumes as on a GPU, but not as fast."
             f"{'' if has_instructions_for(getattr(torch, precision, torch.bfloat16)) else slow}",
             file=sys.stderr,
         )
