@@ -40,7 +40,7 @@ def _of_rule(name: str) -> Any:
 
 
 def _torchs_if_disabled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch's method of this name run in a session that is not enabled: torch's own GradScaler is disabled here."""
+    """Return a method that is torch's in a session that is not enabled, where torch's own GradScaler is disabled."""
 
     @functools.wraps(method)
     def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
