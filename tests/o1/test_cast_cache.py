@@ -58,13 +58,16 @@ EDITS = {
     "by averaging": by_averaging,
     # As cuDNN's flatten_parameters does it, past the property with which O1 replaces Tensor.data.
     "in C++": lambda p: torch._C.TensorBase.data.__set__(p, p.detach() * 2),
+    "to another part of its memory": lambda p: torch._C.TensorBase.data.__set__(
+        p, p.detach().as_strided((2, 2), (2, 1), 4)
+    ),
 }
 
 
 @pytest.mark.parametrize("way", EDITS)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_edited_weight_is_cast_anew(casting, way, mode):
-    p = nn.Parameter(torch.ones(2, 2))
+    p = nn.Parameter(torch.tensor([1.0] * 4 + [2.0] * 4)[:4].view(2, 2))
     with casting.forward_scope():
         with mode():
             assert torch.equal(product(p), torch.ones(2, 2))
