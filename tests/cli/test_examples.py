@@ -183,9 +183,9 @@ def code_cells(name):
     return [cell for cell in json.loads((EXAMPLES / name).read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_a_notebook_shows_what_its_cells_have_printed_and_drawn():
-    """The other one trains for minutes where bfloat16 has instructions, and is stored without its outputs."""
-    cells = code_cells("quantized_sine/quantized_sine.ipynb")
+@pytest.mark.parametrize("name", ["cifar10/cifar10.ipynb", "quantized_sine/quantized_sine.ipynb"])
+def test_a_notebook_shows_what_its_cells_have_printed_and_drawn(name):
+    cells = code_cells(name)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert {"text/plain", "image/png"} <= {kind for output in outputs for kind in output.get("data", ())}
