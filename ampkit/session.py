@@ -310,7 +310,7 @@ class Session:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
             if self.plan.loss_scale == 1.0 and not self.plan.has_narrow_results:
-                if casting.other_precision() is torch.float16:
+                if casting.other_precision() is torch.float16 and torch.is_grad_enabled():
                     self.scaling.advice.tell("float16 region", self.plan.opt_level)
         if self.statistics.are_there or self.statistics.additions != registry.additions:
             self.statistics.before_forward(model)

@@ -268,13 +268,22 @@ def with_gradients_of_tables(wrapper: Callable, original: Callable, state: Casti
 def with_rows_of_bags(wrapper: Callable, state: CastingState) -> Callable:
     """Wrap ``embedding_bag``: rows are float32 and add up in it. No cast takes sparse gradients: factors follow the table there."""
 
-    def call(weight, indices, offsets, by_freq=False, mode=0, sparse=False, factors=None, *more, **named):
-        factors = named.pop("per_sample_weights", factors)
+    def call(
+        weight,
+        indices,
+        offsets,
+        scale_grad_by_freq=False,
+        mode=0,
+        sparse=False,
+        per_sample_weights=None,
+        *more,
+        **named,
+    ):
         if not sparse or weight in stored:
             weight = state.in_float32(weight)
-        elif factors is not None:
-            factors = factors.to(weight.dtype)
-        return wrapper(weight, indices, offsets, by_freq, mode, sparse, factors, *more, **named)
+        elif per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(weight.dtype)
+        return wrapper(weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, *more, **named)
 
     return call
 

@@ -158,19 +158,20 @@ _ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
 def _where_casts_are_off(rule: CastRule, wrapper: Callable, original: Callable, state: CastingState) -> Callable:
     """Wrap ``wrapper``, for calls where casts are on; where they are off see "Where the tables hold" in models/NOTES.md."""
     wants_one_dtype = rule.kind in (CastKind.LOWER_PRECISION_FP, CastKind.CONTRACTION, CastKind.PROMOTE)
+    wants_float32 = rule.name == "matrix_exp"  # whose gradients are NaN in bfloat16
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
             return wrapper(*args, **kwargs)
         if not state.stores:
             return original(*args, **kwargs)
-        lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
+        tensors = list(tensors_in(args, kwargs))
+        lower = [x for x in tensors if x.dtype in LOWER_PRECISION]
         if (region := state.region_for(lower)) is not None:
             with region:
                 return wrapper(*args, **kwargs)
-        widens = wants_one_dtype and any(x.dtype is torch.float32 and x.dim() for x in tensors_in(args, kwargs))
-        widens = widens or rule.name == "matrix_exp"  # whose gradients are NaN in bfloat16
-        if lower and (widens or all(type(x) is Parameter for x in lower)):
+        meets_float32 = wants_one_dtype and any(x.dtype is torch.float32 and x.dim() for x in tensors)
+        if lower and (wants_float32 or meets_float32 or all(type(x) is Parameter for x in lower)):
             return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
         return original(*args, **kwargs)
 

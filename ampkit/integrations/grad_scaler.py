@@ -58,10 +58,9 @@ class GradScaler(TorchGradScaler):
     optimizer are finite, which it reads from the device. Gradients of several ``backward()`` add up scaled, as with torch's.
 
     ``state_dict`` and ``load_state_dict`` are in torch's format. After ``initialize(enabled=False)`` this is a disabled
-    GradScaler. Raises `NotInitializedError` where there is no session, or for an
-    optimizer that is not of it; RuntimeError for calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's
-    does; `ConfigurationError` for a change of the rule of a static scale; and TypeError for settings of torch's, which are
-    `initialize`'s here.
+    GradScaler. Raises `NotInitializedError` where there is no session, or for an optimizer that is not of it; RuntimeError for
+    calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's does; `ConfigurationError` for a change of
+    the rule of a static scale; and TypeError for settings of torch's, which are `initialize`'s here.
     """
 
     _growth_factor, _backoff_factor, _growth_interval = map(_of_rule, _KEYS[1:4])

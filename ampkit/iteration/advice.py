@@ -75,7 +75,7 @@ ROWS = {
     "float16 region": (
         "A model ran in a torch.autocast region in float16, whose dtype wins over that of %s. The loss scale is 1, so that small "
         "gradients become 0 there.",
-        "Remove the region, or use opt_level='O1', which scales the loss in float16.",
+        "Remove the region, or use loss_scale='dynamic', which scales the loss.",
     ),
     "eps": (
         "%s steps in float16 at %s, where its eps of %g is 0: weights become NaN where it divides by 0.",

@@ -359,7 +359,8 @@ class LossScaler:
             scale, self._set_by_hand = max(saved, self.min_loss_scale), math.inf
         elif saved != scale:
             logger.warning(
-                "The checkpoint's loss scale of %g is not loaded: this session's is static, %g (bfloat16 needs none).",
+                "The checkpoint's loss scale of %g is not loaded: this session's is static and stays %g. bfloat16 needs none; to "
+                "continue with the saved one, use loss_scale='dynamic'.",
                 *(saved, scale),
             )
         left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)

@@ -97,6 +97,17 @@ def test_layer_in_a_region_without_casts_computes_with_the_float32_value_of_its_
         torch.testing.assert_close(param.grad.double(), other.grad, rtol=2**-8, atol=0)  # rounded once
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_bags_take_torchs_arguments_by_name(level):
+    table, ids, offsets = nn.EmbeddingBag(5, 4, mode="sum"), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 2])
+    cast(table, level)
+    settings = dict(scale_grad_by_freq=True, mode=0, sparse=False, include_last_offset=False, padding_idx=1)
+    expected = table.state_dict()["weight"][[0, 2]]
+    torch.testing.assert_close(
+        torch.embedding_bag(table.weight, ids, offsets, per_sample_weights=None, **settings)[0].float(), expected
+    )
+
+
 MADE = {
     "spectral norm": parametrizations.spectral_norm,
     "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),

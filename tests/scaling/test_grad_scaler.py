@@ -262,6 +262,13 @@ def test_a_session_that_is_not_enabled_leaves_a_disabled_grad_scaler():
     assert scaler.state_dict() == ampkit.to_grad_scaler() == {} and scaler.get_scale() == 1.0
 
 
+def test_a_static_scale_says_that_it_does_not_take_a_saved_one(caplog):
+    at_o1(loss_scale=128.0)
+    ampkit.from_grad_scaler(STATE)
+    assert "384 is not loaded" in caplog.text and "stays 128" in caplog.text and "loss_scale='dynamic'" in caplog.text
+    assert ampkit.to_grad_scaler()["scale"] == 128.0
+
+
 def test_the_state_of_a_grad_scaler_is_named_where_it_is_loaded_as_ampkits():
     at_o1()
     with pytest.raises(ampkit.CheckpointError, match=r"ampkit\.from_grad_scaler\(state\)"):
