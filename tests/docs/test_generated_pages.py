@@ -77,7 +77,31 @@ def test_the_readme_and_the_questions_have_the_spans_of_the_page():
     assert f"O5 takes {at_o5} times as long as torch.autocast, O1 {at_o1} times" in questions
 
 
-# Reliability
+# What ran where, convergence, reliability
+
+
+def test_the_last_report_of_a_version_and_a_way_counts(tmp_path):
+    kept = {"2.9.0": {"extension": {"passed": 1, "failed": 0, "date": "2025-01-01"}}}
+    for day, counts in (("01", (9, 9, 0, 0)), ("02", (1234, 2, 1, 30))):
+        names = zip(("tests", "failures", "errors", "skipped"), counts)
+        suite = " ".join(f'{name}="{count}"' for name, count in names)
+        report = f'<testsuites><testsuite name="pytest" {suite} timestamp="2026-01-{day}T10:00:00"/></testsuites>'
+        (tmp_path / "2.10.1-extension.xml").write_text(report)
+        kept = compatibility.gather(kept, tmp_path)
+    assert kept["2.10.1"] == {"extension": {"passed": 1201, "failed": 3, "date": "2026-01-02"}}
+    newest, oldest = compatibility.table(kept).splitlines()[2:]  # by number, not as text
+    assert newest.startswith("| 2.10.1 | 1,201 passed, 3 failed, 2026-01-02 |  |")
+    assert oldest.startswith("| 2.9.0 | 1 passed, 0 failed, 2025-01-01 |")
+
+
+def test_distances_of_losses_are_taken_at_the_same_seed(tmp_path, monkeypatch):
+    runs = [("float32", 0, 1.0), ("O5", 1, 2.5), ("float32", 1, 2.0), ("O5", 0, 1.25)]
+    lines = [json.dumps({"run": ["learn", name, seed, 800], "result": {"value": value}}) for name, seed, value in runs]
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines, lines[0].replace("learn", "go on")]))
+    monkeypatch.setattr(convergence, "RESULTS", tmp_path)
+    column = convergence.Column("loss", "results.jsonl", "learn", 3)
+    cells = [convergence.cell(column, name, convergence.values(column)) for name in ("float32", "O5", "O1")]
+    assert cells == ["1.500 ± 0.707", "+0.375 ± 0.177", ""]
 
 
 def test_the_soak_attacked_every_promise_and_broke_none():

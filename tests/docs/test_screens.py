@@ -66,9 +66,11 @@ def found_in(paths, script, folder, width=1400, dark=False):
 
 
 def take_pictures(pages, site, width, dark, profile):
+    folder = ROOT / "build" / "screens"
+    folder.mkdir(parents=True, exist_ok=True)
     for path in pages:
         name = str(path.relative_to(site).with_suffix("")).replace("/index", "").replace("/", "-")
-        picture = ROOT / "build" / "screens" / f"{name}-{width}-{'dark' if dark else 'light'}.png"
+        picture = folder / f"{name}-{width}-{'dark' if dark else 'light'}.png"
         browse(path, profile, dark, f"--window-size={width},2400", f"--screenshot={picture}")
 
 
