@@ -62,7 +62,8 @@ def print_report(path: str) -> int:
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
     weights = {name: x for name, x in tensors.items() if name not in moments and name not in masters and x.dim()}
     weights = {name: x for name, x in weights.items() if x.is_floating_point()}
-    lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]
+    draws = any(name.endswith(".seed") for name in numbers)  # of ampkit's optimizers, beside narrow moments
+    lost = [*_norms(weights), *_moments(moments, draws), *_without_masters(weights, moments, masters)]
     keys = [*tensors, *numbers]
     tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
     scales = [
@@ -101,7 +102,7 @@ def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
         )
 
 
-def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
+def _moments(moments: Mapping[str, Tensor], draws: bool) -> Iterator[str]:
     lower = {name: x for name, x in moments.items() if x.dtype in LOWER_PRECISION}
     squares = {name: x for name, x in lower.items() if name.endswith("exp_avg_sq")}
     zeros = total = 0
@@ -115,7 +116,7 @@ def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
             f"second moments in float16 are 0 in {percent(zeros / total)} of the elements that have a first moment: updates there, "
             "which are divided by their root, are far too large; keep moments in float32"
         )
-    if any(x.dtype is torch.bfloat16 for x in squares.values()):
+    if not draws and any(x.dtype is torch.bfloat16 for x in squares.values()):
         yield (
             "second moments in bfloat16: to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; "
             'float32, or FusedAdam(state_dtype="bfloat16"), which rounds by random numbers'

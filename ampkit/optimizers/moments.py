@@ -1,9 +1,10 @@
 """The storage of a fused optimizer's moments, and its rounding of moments and parameters: `Storage`, made of three arguments.
 
-An optimizer asks its storage for zeros, to ``load`` a parameter's state as float32 and to ``store`` it, and nothing else.
+An optimizer asks its storage for zeros, and for a tensor of a checkpoint as it is ``stored``.
 
 Moments in lower precision are always rounded by random numbers: rounding to nearest would lose a step's small changes
-(kernels/moments.py). Checkpoints hold them in float32, and loading one gives the same bits again.
+(kernels/moments.py). Checkpoints hold them as they are, so that saving takes no memory; but sharded ones of 8 bits in float32,
+which can be divided anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..dtypes import CASTABLE
+from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..kernels import moments
 from ..sharding import local
 
@@ -66,33 +67,39 @@ class Storage:
         dtype = self.state_dtype if param.dtype in CASTABLE else torch.promote_types(torch.float32, param.dtype)
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
-    def load(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state with moments in float32, for a checkpoint."""
-        loaded = dict(state)
-        for name in _MOMENTS.keys() & state.keys():
-            moment = state[name]
-            if moment is None or moment.dtype not in (torch.uint8, torch.bfloat16):
-                continue
-            if moment.dtype is torch.uint8:
-                loaded[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-                here = local(loaded[name])
-                here.copy_(moments.unpack(moment, here.shape, _MOMENTS[name]))
-            else:
-                loaded[name] = moment.float()
-        return loaded
+    def check(self, name: str, saved: Any, param: torch.Tensor) -> None:
+        """Raise ValueError for a moment in 8 bits that a checkpoint holds of a tensor of another size."""
+        shape = local(param).shape
+        if _is_packed(name, saved) and saved.numel() != moments.packed_size(shape.numel()):
+            raise ValueError(
+                f"The checkpoint's {name!r} has {saved.numel()} bytes, and in 8 bits a parameter of shape {tuple(shape)} needs "
+                f"{moments.packed_size(shape.numel())}. Load it for the parameters that it was saved of, all in one process; with "
+                "state_dtype='float32' an optimizer saves it again for any others."
+            )
 
-    def store(self, state: dict[str, Any], param: torch.Tensor) -> None:
-        """Convert float32 moments of ``state`` to their stored form, rounded to nearest, which gives the same codes again."""
-        if not self.is_narrow or param.dtype not in CASTABLE:
-            return
-        for name in _MOMENTS.keys() & state.keys():
-            moment = state[name]
-            if moment is None or not moment.is_floating_point():
-                continue
-            if self.state_dtype is torch.uint8:
-                state[name] = moments.pack(local(moment.to(param.device)), _MOMENTS[name])
-            else:
-                state[name] = moment.to(param.device, torch.bfloat16)
+    def unpacked(self, name: str, saved: Any, param: torch.Tensor) -> Any:
+        """The float32 values of a moment in 8 bits, laid out as the parameter is; anything else unchanged."""
+        if not _is_packed(name, saved):
+            return saved
+        values = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        here = local(values)
+        here.copy_(moments.unpack(saved, here.shape, _MOMENTS[name]))
+        return values
+
+    def stored(self, name: str, saved: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """A tensor of a checkpoint as an optimizer keeps it: moments as ``state_dtype`` says, other floating values in float32.
+
+        Float32 values that come from codes of 8 bits give the same codes again.
+        """
+        is_narrow = self.is_narrow and name in _MOMENTS and param.dtype in CASTABLE
+        if _is_packed(name, saved) and not (is_narrow and self.state_dtype is torch.uint8):
+            saved = self.unpacked(name, saved, param)
+        if not saved.is_floating_point():
+            return saved.to(param.device, copy=True)
+        if is_narrow and self.state_dtype is torch.uint8:
+            return moments.pack(local(saved.to(param.device)), _MOMENTS[name])
+        dtype = self.state_dtype if is_narrow else torch.promote_types(torch.float32, param.dtype)
+        return saved.to(param.device, dtype, copy=is_narrow or param.dtype in LOWER_PRECISION)
 
     def numbers(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[torch.Tensor]
@@ -115,6 +122,10 @@ class Storage:
             positions = torch.tensor(values, dtype=torch.float32, device=params[0].device)
             cached = cache[id(params[0])] = (list(params), all_params, positions)
         return dict(positions=cached[2], seed=group["seed"], round_params=self.is_stochastic)
+
+
+def _is_packed(name: str, saved: Any) -> bool:
+    return name in _MOMENTS and isinstance(saved, torch.Tensor) and saved.dtype is torch.uint8
 
 
 def are_same(these: Collection[Any], those: Collection[Any]) -> bool:

@@ -12,6 +12,7 @@ gives back into parameter and rest again.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
+from ..sharding import is_sharded
 from .moments import Storage
 from .scales import refuse_to_begin
 
@@ -28,6 +30,13 @@ _SETTINGS = (bool, int, float, str, torch.dtype, Storage, type(None))
 _HOLDERS = "_ampkit_holders"
 #: The optimizers that have kept a rest.
 KEEPERS: weakref.WeakSet[KeepsState] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _AsSaved:
+    """A tensor that torch's ``load_state_dict`` hands on, instead of rounding it to the parameter's dtype."""
+
+    tensor: Tensor
 
 
 class KeepsState(torch.optim.Optimizer):
@@ -108,10 +117,10 @@ class KeepsState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict like torch.optim's: every parameter has a step count of its own in it, on the host."""
         saved = super().state_dict()
-        if self.storage.is_narrow:
-            for key, param in self._by_key(saved).items():
-                if key in saved["state"]:
-                    saved["state"][key] = self.storage.load(saved["state"][key], param)
+        for key, param in self._by_key(saved).items():
+            if is_sharded(param) and key in saved["state"]:  # codes of 8 bits cannot be divided among more processes
+                state = saved["state"][key].items()
+                saved["state"][key] = {name: self.storage.unpacked(name, value, param) for name, value in state}
         steps: dict[int, torch.Tensor] = {}
         for key, state in saved["state"].items():
             step = state.get("step")
@@ -131,19 +140,23 @@ class KeepsState(torch.optim.Optimizer):
         )
         for group in state_dict["param_groups"]:
             self.check_group(group)
-        super().load_state_dict(state_dict)
         params, missing = self._by_key(state_dict), 0
         for key, param in params.items():
-            saved = state_dict["state"].get(key, {})
-            if param.dtype in LOWER_PRECISION:  # which torch rounds state to
-                for name, value in saved.items():
-                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
-                        self.state[param][name] = value.to(param.device, torch.float32, copy=True)
-                if self.rests and "rest" in saved:
-                    self.keep_rest(param, saved["rest"])
-                missing += self.rests and bool(saved) and "rest" not in saved
-            if param in self.state:
-                self.storage.store(self.state[param], param)
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.storage.check(name, value, param)
+                if isinstance(value, torch.Tensor) and name != "step":
+                    state_dict["state"][key][name] = _AsSaved(value)
+        super().load_state_dict(state_dict)
+        for param in params.values():
+            state = self.state.get(param, {})
+            for name, value in state.items():
+                if isinstance(value, _AsSaved):
+                    state[name] = self.storage.stored(name, value.tensor, param)
+            if self.rests and param.dtype in LOWER_PRECISION and state:
+                values, missing = state.get("rest"), missing + ("rest" not in state)
+                if values is not None:
+                    state["rest"] = None  # of another optimizer, which the next line looks for, or new
+                    self.keep_rest(param, values)
         if missing and "_ampkit" not in vars(self):  # registry.WRAPPER_KEY: else the session has them
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing

@@ -95,10 +95,11 @@ def test_moments_are_judged_by_their_precision(dtype, words, check, tmp_path):
     assert ("no float32 values of them" in printed) == (dtype is not torch.float32)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_what_a_level_saves_has_lost_nothing(level, check, tmp_path):
+def test_what_a_level_saves_has_lost_nothing(level, state_dtype, check, tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = ampkit.optimizers.AdamW(model.parameters(), state_dtype=state_dtype)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     backward(model(torch.randn(2, 4)).float().pow(3).mean(), optimizer)
     optimizer.step()

@@ -22,6 +22,7 @@ MAKERS = {
     "FusedAdam": lambda p, **how: FusedAdam(p, **ADAM, **how),
     "FusedSGD": lambda p, **how: FusedSGD(p, **SGD, **how),
 }
+MOMENTS = {"FusedAdam": ("exp_avg", "exp_avg_sq"), "FusedSGD": ("momentum_buffer",)}
 NARROW = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 EVERY = pytest.mark.parametrize("name", MAKERS)
 
@@ -34,7 +35,7 @@ def small_model(seed=0):
 def train(model, optimizer, steps, first=0):
     """Make a step on each of so many batches, which are functions of their number."""
     for step in range(first, first + steps):
-        x, y = random_batch(step, rows=8)
+        x, y = (values.to(model[0].weight.dtype) for values in random_batch(step, rows=8))
         iterate_in_torch(lambda x=x, y=y: F.mse_loss(model(x), y), optimizer)
 
 
@@ -46,22 +47,59 @@ def values_of(optimizer):
 
 @EVERY
 @NARROW
-def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(name, state_dtype):
-    """The seed comes with the checkpoint."""
-    model = small_model()
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_checkpoints_hold_moments_as_they_are_kept(name, state_dtype, dtype):
+    """The seed comes with the checkpoint. Saving takes no memory, and what is loaded shares none with it."""
+    model = small_model().to(dtype)
     optimizer = MAKERS[name](model.parameters(), state_dtype=state_dtype, seed=5)
     train(model, optimizer, 3)
     saved = optimizer.state_dict()
     for key, param in enumerate(model.parameters()):
-        for what in ("exp_avg", "exp_avg_sq") if name == "FusedAdam" else ("momentum_buffer",):
-            assert saved["state"][key][what].dtype is torch.float32 and saved["state"][key][what].shape == param.shape
+        for what in MOMENTS[name]:
+            assert saved["state"][key][what].data_ptr() == optimizer.state[param][what].data_ptr()
     other = copy.deepcopy(model)
     twin = MAKERS[name](other.parameters(), state_dtype=state_dtype, seed=6)
-    twin.load_state_dict(saved_and_loaded(saved))
-    assert_same(values_of(twin), values_of(optimizer))
-    train(model, optimizer, 3, first=3)
+    before = values_of(optimizer)
+    twin.load_state_dict(saved)
+    assert_same(values_of(twin), before)
     train(other, twin, 3, first=3)
+    assert_same(values_of(optimizer), before)
+    train(model, optimizer, 3, first=3)
+    assert_same(values_of(optimizer), values_of(twin))
+    twin.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert_same(values_of(twin), values_of(optimizer))
+
+
+@EVERY
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_moments_of_any_dtype_load_into_any_other(name, kept, to):
+    model = small_model()
+    optimizer, other = (MAKERS[name](model.parameters(), state_dtype=dtype) for dtype in (kept, to))
+    train(model, optimizer, 3)
+    other.load_state_dict(optimizer.state_dict())
+    for param in model.parameters():
+        for what in MOMENTS[name]:
+            is_signed = what != "exp_avg_sq"
+            before, after = (each.state[param][what] for each in (optimizer, other))
+            value = moments.unpack(before, param.shape, is_signed) if kept == "int8" else before.float()
+            expected = {"float32": value, "bfloat16": value.bfloat16(), "int8": moments.pack(value, is_signed)}[to]
+            assert after.dtype is expected.dtype and torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("to", ["float32", "int8"])
+def test_moments_of_a_tensor_of_another_size_are_refused(to):
+    """257 elements are 260 bytes of codes and two scales, 256 are 256 and one."""
+    optimizer, other = (
+        FusedAdam([nn.Parameter(torch.ones(n))], state_dtype=dtype) for n, dtype in ((257, "int8"), (256, to))
+    )
+    for each in (optimizer, other):
+        each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
+        each.step()
+    before = values_of(other)
+    with pytest.raises(ValueError, match=r"'exp_avg' has 268 bytes, .* shape \(256,\) needs 260"):
+        other.load_state_dict(optimizer.state_dict())
+    assert_same(values_of(other), before)
 
 
 @EVERY
@@ -89,15 +127,16 @@ def test_moments_stay_narrow_where_a_session_begins_and_ends(name, state_dtype, 
 
 
 def test_state_goes_to_torch_and_comes_back():
+    """By way of an optimizer with float32 moments, whose state is torch's."""
     model = small_model()
-    optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+    optimizer, restored = (FusedAdam(model.parameters(), **ADAM, state_dtype="int8") for _ in range(2))
     train(model, optimizer, 3)
-    reference = torch.optim.AdamW(model.parameters(), **ADAM)
-    reference.load_state_dict(optimizer.state_dict())
+    between, reference = FusedAdam(model.parameters(), **ADAM), torch.optim.AdamW(model.parameters(), **ADAM)
+    between.load_state_dict(optimizer.state_dict())
+    reference.load_state_dict(between.state_dict())
     for param in model.parameters():
         packed = optimizer.state[param]["exp_avg_sq"]
         assert torch.equal(reference.state[param]["exp_avg_sq"], moments.unpack(packed, param.shape, False))
-    restored = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
     restored.load_state_dict(reference.state_dict())
     assert_same(values_of(restored), values_of(optimizer))
 
