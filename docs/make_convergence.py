@@ -51,7 +51,7 @@ ROWS = {
 
 
 def values(column: Column) -> dict[str, dict[int, float]]:
-    """{precision: {seed: value}} of a column."""
+    """{precision: {seed: value}} of a column, of the seeds that every precision was trained from."""
     by_precision: dict[str, dict[int, float]] = {}
     file = RESULTS / column.file
     for line in file.read_text().splitlines() if file.exists() else []:
@@ -59,7 +59,8 @@ def values(column: Column) -> dict[str, dict[int, float]]:
         stage, precision, seed, _ = run["run"]
         if stage == column.stage:
             by_precision.setdefault(precision, {})[seed] = run["result"]["value"]
-    return by_precision
+    everywhere = set.intersection(*map(set, by_precision.values())) if by_precision else set()
+    return {name: {seed: of[seed] for seed in sorted(everywhere)} for name, of in by_precision.items()}
 
 
 def cell(column: Column, precision: str, found: dict[str, dict[int, float]]) -> str:
@@ -74,7 +75,8 @@ def cell(column: Column, precision: str, found: dict[str, dict[int, float]]) -> 
 
 def table(columns: list[Column]) -> str:
     found = [values(column) for column in columns]
-    rows = [["", *(column.title for column in columns)], ["---"] * (1 + len(columns))]
+    titles = [f"{column.title}; {len(its.get('float32', ()))} seeds" for column, its in zip(columns, found)]
+    rows = [["", *titles], ["---"] * (1 + len(columns))]
     for precision, name in ROWS.items():
         cells = [cell(column, precision, its) for column, its in zip(columns, found, strict=True)]
         if any(cells):
