@@ -7,6 +7,7 @@ choices against float64, on the CPU, with the inputs of `SAMPLES`. ``tests/o1/te
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tables of this clone
 
 from ampkit.policy.cast_rules import CastKind, RuleGroup
 from ampkit.policy.tables import APEX, APEX_ONLY, CPU_LIST, CUDA_LIST, DEFAULT
