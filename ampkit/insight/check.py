@@ -230,7 +230,6 @@ class Observer(Watch, logging.Handler):
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
-        self.standstill.note_call(function, args, kwargs)
         is_data = getattr(function, "__self__", None) is torch.Tensor.data
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])

@@ -422,34 +422,18 @@ optimizer = torch.optim.AdamW(model.parameters())
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
 
 
-AROUND = "type('Around', (nn.Sequential,), {'forward': lambda self, y: y + self[0](y)})"
-#: Ways to make a model whose layer ends in a norm of the batch; names of biases that cannot move.
-NORMED = {
-    "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
-    "a linear layer": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4)", "x", "0.bias"),
-    "a norm of each sample": ("nn.Conv1d(1, 4, 3)", "nn.InstanceNorm1d(4)", "x[:, None]", "0.bias"),
-    "a norm by its running mean": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4).eval()", "x", ""),
-    "a norm of each row": ("nn.Linear(6, 4)", "nn.LayerNorm(4)", "x", ""),
-    "a residual around it": ("nn.Linear(6, 4)", f"{AROUND}(nn.BatchNorm1d(4))", "x", ""),
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", NORMED)
-def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
-    layer, norm, arguments, names = NORMED[case]
+@pytest.mark.parametrize("rate, names", [("1e-4", ""), ("1e-12", "0.weight, 1.weight, 3.weight")])
+def test_a_bias_that_a_norm_subtracts_is_not_said_to_stand_still(check, rate, names):
+    """Its gradient is rounding alone, and its updates vanish at any rate: only matrices are told of."""
     script = f"""
 torch.manual_seed(0)
-net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dtype=torch.{dtype})
-optimizer = torch.optim.SGD(net.parameters(), 1e-4)
-def loss_of(out): return (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum()
+net, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(9, 6)
+optimizer = torch.optim.SGD(net.parameters(), {rate})
 """
-    _, lines = check(script + LOOP.format(loss=f"loss_of(net({arguments}).float())"))
+    _, lines = check(script + LOOP.format(loss="(net(x) - 1).square().sum()"))
     found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
-    assert [line for line in found if ("bias=False" if names else "learning rate") in line] == found
     assert [line.partition(":")[0] for line in found] == [names] * bool(names), lines
-    if dtype == "bfloat16":
-        assert f"{names or 'none'!r}; O5" not in row(lines, "mistake")
+    assert all("raise the learning rate" in line for line in found)
 
 
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
