@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting.cpp_wrappers import library
-from ..casting.narrow_gradients import LARGE, is_large
 from ..casting.tensors import params_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..events import forwards, steps
@@ -29,20 +27,18 @@ from ..scripts import running
 from . import files
 from .explain import Explanation, ModuleRow, explain, known
 from .observed import in_words, observe
-from .record.arithmetic import product_of
+from .record.arithmetic import product_of, tensor_cores
 from .record.reasons import EXACT, Regions
 from .repeating import unwatched
 from .sites import look
 from .standstill import Standstill
 from .steps import is_skipped
-from .tuning.ways import fused, optimizers_for
 from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
 #: A script whose optimizers do not step ends after this many forward or backward passes per requested iteration.
 _PASSES = 50
-_TENSOR_CORE = 8
 #: Functions that clip gradients, or compute their norm for clipping: they are wrong for gradients that are not unscaled yet.
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_",
@@ -285,12 +281,12 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, by the paths of the modules."""
+    """A count of FLOPs of forward passes: the total, and by verdict those that Tensor Cores cannot run in lower precision."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.dtypes: set[torch.dtype] = set()
-        self.off: dict[tuple[int, bool], Counter[str]] = {}  # by size, and whether it is a number of rows
+        self.off: dict[str, Counter[str]] = {}  # by verdict, and by the paths of modules
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
@@ -300,21 +296,19 @@ class _Products:
         self.flops += product.flops
         if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
             self.dtypes.add(made.dtype)
-        for size, is_rows in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
-            if size % _TENSOR_CORE and not (is_rows and size < _TENSOR_CORE):
-                self.off.setdefault((size, is_rows), Counter())[of] += product.flops
+        if (verdict := tensor_cores(torch.bfloat16, product.sizes)) != "yes":
+            self.off.setdefault(verdict, Counter())[of] += product.flops
 
     def in_words(self) -> str:
         """Return the sizes to pad, most FLOPs first."""
         if not self.flops:
             return "no matrix product that a level casts"
         lines = []
-        for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+        for verdict, flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+            size, _, change = verdict.removeprefix("no: ").partition(" is no multiple of 8; ")
             kinds = dict.fromkeys(map(pattern, flops))
             of = ", ".join(collapsed({path for path in flops if pattern(path) == kind}) for kind in kinds)
-            words = f"{size} rows" if is_rows else f"{size} in {of}"
-            share = percent(flops.total() / self.flops)
-            lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
+            lines.append(f"{size} in {of}: {change} ({percent(flops.total() / self.flops)} of the work)")
         return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))
 
 
@@ -339,13 +333,12 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
-        all_bytes = _bytes_beside(seen.as_it_is, models, optimizers)
-        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", all_bytes))
+        held = {param for x in optimizers for param in params_of(x)}
+        holds_copies = held.isdisjoint(param for model in models for param in model.parameters())  # which the script made
+        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", is_known=not holds_copies))
     is_exact = bool(models) and all(x.dtype is torch.float64 for model in models for x in known(model.parameters()))
     if not is_exact:
         table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]
-    if len(optimizers) == 1:
-        table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{reason} ({n}x)" for reason, n in seen.not_cast.most_common(4)]
@@ -356,9 +349,8 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
         *[("levels", "all but O0 refuse a model in float64: call model.float() first")] * is_exact,
-        *(("gradients", words) for words in _wide_gradients(optimizers) if not is_exact),
         *(("not trained", reason) for reason in standing),
-        ("shapes", seen.products.in_words() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
+        ("shapes", seen.products.in_words() or "all multiples of 8, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
@@ -374,56 +366,19 @@ def _unregistered(seen: Observer) -> Iterator[str]:
             yield f"a {kind} that runs at {site}: no model has it as a part; nn.ModuleList keeps what a list hides"
 
 
-def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
+def _row(name: str, explained: Explanation, scale: str, is_known: bool = True) -> tuple[str, ...]:
     weights = {x.storage: f"{short(x.storage)}{' + 16-bit rest' * x.has_rest}" for x in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
     steps = [f"{x.kind}: {x.step}" + f" ({x.reason})" * x.step.startswith("over") for x in explained.optimizers]
-    totals = [all_bytes] if all_bytes is not None else [x.total_bytes for x in explained.optimizers]
+    totals = [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
         "; ".join(steps) or "none",
-        "; ".join(f"{total:.1f}" if total == total else "?" for total in totals),
+        "; ".join(f"{total:.1f}" if is_known and total == total else "?" for total in totals),
         scale,
     )
-
-
-def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> float | None:
-    """Return the bytes per parameter if an optimizer steps over copies that the script made; else None."""
-    held = {param for x in optimizers for param in params_of(x)}
-    trained = {param for model in models for param in model.parameters() if param.requires_grad}
-    lower_copies = [param for param in trained - held if param.dtype in LOWER_PRECISION]
-    if not optimizers or not lower_copies or held & trained:
-        return None
-    step_bytes = sum(x.total_bytes * x.parameters for x in explained.optimizers)
-    return (step_bytes + sum(2 * param.nbytes for param in lower_copies)) / sum(param.numel() for param in trained)
-
-
-def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
-    """Yield the reason why O5 may take as many bytes as O1: matrices that are too small for a gradient in lower precision."""
-    trained = [param for optimizer in optimizers for param in known(params_of(optimizer)) if param.requires_grad]
-    total = sum(param.numel() for param in trained)
-    narrow = sum(param.numel() for param in trained if is_large(param, torch.float32))
-    if library is None:
-        yield "at O5 4 bytes: O1's compiled wrappers are missing ('ampkit info' says more)"
-    elif narrow < 0.95 * total:
-        yield f"at O5 2 bytes for {narrow / total:.0%} of the elements: for matrices with at least {LARGE:,} elements"
-
-
-def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, ...]]:
-    """Return rows for ampkit's fused optimizer with 8-bit moments, at O5 and without a session; none if it has no equivalent."""
-    dtypes = {param.dtype for param in params_of(optimizer)}
-    if "int8" not in optimizers_for(optimizer) or not dtypes <= {torch.float32, torch.bfloat16}:
-        return []
-    optimizer_int8 = fused(optimizer, state_dtype="int8")
-    words = f'{type(optimizer).__name__}(state_dtype="int8")'
-    at_o5, alone = (
-        _row(name, explain(models, optimizer_int8, opt_level=level), "none")
-        for name, level in (("O5, int8", "O5"), ("no level", None))
-    )
-    weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
-    return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
 
 
 def _most(calls: Counter[str]) -> str:

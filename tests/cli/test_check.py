@@ -95,31 +95,19 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     for level, weights in (("O2", "bfloat16 + 16-bit rest"), ("O5", "float32")):
         assert weights in row(lines, level) and "AdamW: one pass" in row(lines, level)
         assert "14.0" in row(lines, level)
-    # 4 + 2 + 2.03, and 2 more for 1.7%: 8.06; and 4 + 4 + 2.03 where nothing makes gradients narrow.
-    assert row(lines, "O5, int8").split()[-2:] == ["8.1", "none"]
-    assert row(lines, "no level").split()[-2:] == ["10.0", "none"]
     # Seven layers, in two forwards of three iterations.
     assert row(lines, "cast").startswith("to lower precision linear 42x, matmul 3x; to float32 layer_norm 18x")
     assert row(lines, "kept float32") == "at O2 3x a vector (layers.0-2); 3x a norm (layers.0-2.norm)"
     assert row(lines, "not cast") == "at O2, O3 and O5 matmul outside of every module's forward (3x)"
-    shapes = row(lines, "shapes")
-    # A row goes through two forwards of 3 * 2 * 64 * 130 and 64 * 257 products, and 257 * 4: of 133,764 are 99,840 with 130.
-    assert shapes.startswith(
-        "81 rows: pad to 88 (100% of the work); 130 in layers.0-2.up, layers.0-2.down: pad to 136 (75%"
-    )
-    assert "257 in head, __matmul__: pad to 264 (25%" in shapes
+    # A row goes through two forwards of 3 * 2 * 64 * 130 and 64 * 257 products, and 257 * 4: of 133,764 are 49,920 with each 130.
+    assert row(lines, "shapes").split("; ") == [
+        "N = 130 in layers.0-2.up: pad it to 136 (37% of the work)",
+        "K = 130 in layers.0-2.down: pad it to 136 (37% of the work)",
+        "N = 257 in head: pad it to 264 (25% of the work)",
+        "K = 257 in __matmul__: pad it to 264 (0.77% of the work)",
+    ]
     assert row(lines, "mistake") == "none seen"
     assert len(lines) - 4 <= 18
-
-
-def test_small_matrices_are_named_where_o5_takes_what_o1_takes(check):
-    """The 4,608 elements of one matrix, of 72 * 64 + 64 + 64 * 8 + 8, have gradients of 2 bytes: 89%."""
-    model = "model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 8)).bfloat16()"
-    loss = LOOP.format(loss="model(torch.randn(8, 72).bfloat16()).sum()")
-    _, lines = check(f"{model}\noptimizer = torch.optim.Adam(model.parameters())\n{loss}")
-    assert row(lines, "gradients").startswith("at O5 2 bytes for 89% of the elements: for matrices with at least 4,096")
-    # Weight, rest and gradient 2 each, and two moments of 1 byte.
-    assert row(lines, "no level").split() == 'bfloat16 + 16-bit rest Adam(state_dtype="int8") 8.0 none'.split()
 
 
 AUTOCAST = """
@@ -351,7 +339,7 @@ def test_copies_that_are_not_written_back_are_told(check):
     stays = MOVES["float32 copies of its own"].replace("param.copy_(own)", "pass")
     _, lines = check(TWO_LAYERS + stays)
     assert "no optimizer that stepped holds them" in row(lines, "not trained")
-    assert row(lines, "as it is").split()[-1] == "12.0"  # weights and gradients of 2 bytes each, and of 4 in the copies
+    assert row(lines, "as it is").split()[-1] == "?"  # the optimizer holds other tensors than the model
 
 
 #: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
@@ -386,7 +374,7 @@ def test_weights_in_float64_are_said_to_be_so(check):
     code, lines = check(TWO_LAYERS + "net.double()\nx = x.double()\n" + MOVES["a model that makes targets and stays"])
     assert code == 0 and any("the script uses weights in float64." in line for line in lines)
     assert row(lines, "as it is").split()[0] == "float64" and "call model.float() first" in row(lines, "levels")
-    assert not any(line.startswith(("O2 ", "no level ")) for line in lines)  # initialize refuses it
+    assert not any(line.startswith("O2 ") for line in lines)  # initialize refuses it
     assert row(lines, "shapes") == "no matrix product that a level casts"
     assert row(lines, "as it is").split()[-1] == "32.0"  # weight, gradient and two moments of 8 bytes each
 
@@ -402,7 +390,7 @@ for _ in range(3):
     beside(torch.randn(8, 9))
     optimizer.step()
 """)
-    assert row(lines, "shapes").startswith("9 in linear: pad to 16 (100% of the work)")
+    assert row(lines, "shapes").startswith("K = 9 in linear: pad it to 16 (100% of the work)")
 
 
 def test_a_lazy_module_that_was_never_called_has_no_part_in_figures(check):
@@ -446,4 +434,3 @@ optimizer = torch.optim.AdamW(net.parameters())
 """
     _, lines = check(script + LOOP.format(loss=f"net(frozen(torch.ones(8, 16, dtype=torch.{dtype})).float()).sum()"))
     assert row(lines, "as it is").split()[-1] == f"{(width + 16) / 2:.1f}"
-    assert row(lines, "no level").split()[-2] == f"{(width + 8 + 2 + 4 / 128) / 2:.1f}"
