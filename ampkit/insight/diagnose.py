@@ -29,27 +29,17 @@ _SMALL = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Cure:
-    """A change that made loss and gradients finite: ``setting`` as code, ``text`` in words."""
-
-    text: str
-    setting: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.text}" if self.setting else self.text
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """The result of `diagnose` after ``operations`` operators; ``bool(diagnosis)`` says whether it found anything.
 
+    ``cures`` are changes that made loss and gradients finite, as code or in words.
     ``given`` names tensors that were not finite before the iteration. ``iteration`` is that of a script, from 1. ``print`` it.
     """
 
     operations: int
     loss_scale: float | None = None
     culprit: Culprit | None = None
-    cures: tuple[Cure, ...] = ()
+    cures: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     iteration: int | None = None
     note: str = ""
@@ -215,28 +205,29 @@ def in_bfloat16() -> str:
     return "torch.bfloat16 for torch.float16 (with ampkit: O4 or O5)"
 
 
-def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
+def of_scale(trials: Trials, first: Repetition) -> list[str]:
     lower = trials.lower_scale()
     if lower is None:
         return []
     if first.backoff is None:
-        return [Cure("finite, tried", f"loss_scale={lower:g}")]
+        return [f"loss_scale={lower:g}: finite, tried"]
     steps = math.ceil(math.log(trials.scale / lower) / -math.log(first.backoff) - 1e-9)
-    return [Cure(f"harmless: finite at {lower:g}; the scale is found within {steps} step{'' if steps == 1 else 's'}")]
+    return [f"harmless: finite at {lower:g}; the scale is found within {steps} step{'' if steps == 1 else 's'}"]
 
 
-def of_precision(trials: Trials, culprit: Culprit) -> list[Cure]:
+def of_precision(trials: Trials, culprit: Culprit) -> list[str]:
     if not trials.everywhere(torch.float32):
         hint = HINTS.get(culprit.kind)
-        return [Cure("float32 fails too: the model, not the precision" + (f"; {hint}" if hint else ""))]
+        return ["float32 fails too: the model, not the precision" + (f"; {hint}" if hint else "")]
     cures = []
     if (text := trials.scoped(lambda call: call.function == culprit.function)) is not None:
         has_row = active_casting() is not None and culprit.function.startswith("torch.")
         row = f'policy={{"{culprit.function}": "fp32"}}' if has_row else f"{culprit.function} in float32"
-        cures.append(Cure(text, row))
+        cures.append(f"{row}: {text}")
     path = f"{culprit.module}."
     if culprit.module and (text := trials.scoped(lambda call: f"{call.module}.".startswith(path))) is not None:
-        cures.append(Cure(text, f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"))
+        change = f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"
+        cures.append(f"{change}: {text}")
     if culprit.dtype is torch.float16 and trials.everywhere(torch.bfloat16):
-        cures.append(Cure("finite, tried", in_bfloat16()))
-    return cures or [Cure("float32 is finite, no smaller change was, tried")]
+        cures.append(f"{in_bfloat16()}: finite, tried")
+    return cures or ["float32 is finite, no smaller change was, tried"]

@@ -22,7 +22,7 @@ from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.block import calls_of_torch
 from ..scripts import running
-from .diagnose import Cure, Diagnosis, in_bfloat16
+from .diagnose import Diagnosis, in_bfloat16
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
 from .finder import Culprit, Finder
 from .observed import culprit_of, observe
@@ -201,7 +201,7 @@ class ScriptFinder(Finder):
         if self._in_a_row < 0:
             culprit, self._scale = self._last
             text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
-            return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
+            return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(text,), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
         saved = f"nothing was saved to {self._path}" * (self._path is not None)
         return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
@@ -226,7 +226,7 @@ class ScriptFinder(Finder):
             change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
             hint = f"{change}float32 for the function, or {hint}"
         is_of_model |= is_finite_too
-        cures = (Cure(hint if is_of_model else f"not tried: {hint}"),) if hint else ()
+        cures = (hint if is_of_model else f"not tried: {hint}",) if hint else ()
         iteration = self._trend.spiked_at if culprit.kind == SPIKE else self.iteration if culprit.op else None
         note = []
         if self._in_a_row == self._after:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,30 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..dtypes import LOWER_PRECISION
 from ..scripts import running
-from .diagnose import Cure
 from .finder import Culprit, Finder
 from .sites import hide_observers, look_at
 from .watching import Call, Enough
 from .words import short
 
 _LEAST = {"iterations": 1, "skip": 0, "after": 1}
-#: A part of the message, the kind, and the cure.
-_BY_MESSAGE = (
-    (
-        "No inf checks were recorded",
-        "an optimizer without gradients",
-        "no backward pass has reached its parameters: make it last, over model.parameters() of the model that the loss comes from",
-    ),
-    (
-        "running_mean or running_var, which will be updated in place",
-        "batch norm under vmap",
-        "torch.func.replace_all_batch_norm_modules_(model), or nn.BatchNorm(track_running_stats=False): it writes to statistics",
-    ),
-    (
-        "TorchScript interpreter",
-        "a traced function",
-        "a trace keeps the dtypes of its example: trace it with what it is called with, at the level and inside of the casts",
-    ),
+#: A part of torch's message, the kind, and the cure.
+_NO_GRADIENTS = (
+    "No inf checks were recorded",
+    "an optimizer without gradients",
+    "no backward pass has reached its parameters: make it last, over model.parameters() of the model that the loss comes from",
 )
 
 
@@ -68,22 +54,22 @@ def observe(arguments: argparse.Namespace, watch: AbstractContextManager[Any]) -
 
 def in_words(error: BaseException) -> str:
     """Return the kind and the cure of an exception with a known message; else an empty string."""
-    return next((f"{kind}: {cure}" for words, kind, cure in _BY_MESSAGE if words in str(error)), "")
+    words, kind, cure = _NO_GRADIENTS
+    return f"{kind}: {cure}" if words in str(error) else ""
 
 
-def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ...]] | None:
+def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[str, ...]] | None:
     """Return the culprit and its cure; None if the exception has another cause."""
-    message, (call, failed) = str(error), watch.failed or (None, None)
-    dtypes = None if call is None else _two_dtypes(call, watch)
-    for words, kind, cure in _BY_MESSAGE:
-        if words in message:
-            first = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
-            text = dtypes[1] if dtypes else first
-            return Culprit(kind, text, torch.float32, site=look_at(error.__traceback__)), (Cure(cure),)
-    if call is None or failed is not error or (cause := dtypes or _too_large(call, message)) is None:
+    words, kind, cure = _NO_GRADIENTS
+    if words in str(error):
+        return Culprit(kind, str(error), torch.float32, site=look_at(error.__traceback__)), (cure,)
+    call, failed = watch.failed or (None, None)
+    if call is None or failed is not error:
+        return None
+    if (cause := _two_dtypes(call, watch) or _too_large(call, str(error))) is None:
         return None
     kind, text, cure, dtype = cause
-    return Culprit(kind, text, **call.where(), dtype=dtype), (Cure(cure),)
+    return Culprit(kind, text, **call.where(), dtype=dtype), (cure,)
 
 
 def _two_dtypes(call: Call, watch: Finder) -> Any:
@@ -98,14 +84,6 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
     }
     words = [f"{short(x.dtype)} {tuple(x.shape)}{_named(names, x)}" for x in inputs]
     text = f"its arguments are {', '.join(words)}"
-    if any(x.element_size() < 2 for x in inputs):
-        cure = "no operator takes them beside others: w.to(x.dtype) before the call"
-        return "weights of one byte", text, cure, odd.dtype
-    frozen = [x for x in inputs if x in names and not x.requires_grad]
-    if frozen:
-        lower = next((x for x in frozen if x.dtype in LOWER_PRECISION), frozen[0])
-        cure = "call it with x.to(its dtype), under torch.autocast, or give it to initialize() beside the model"
-        return "a frozen model in another precision", text, cure, lower.dtype
     return "two dtypes in one call", text, "convert one beside the call, x.to(y.dtype)", odd.dtype
 
 

@@ -134,7 +134,6 @@ FAILS = """
     torch.manual_seed(0)
     model, frozen = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16().requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    traced = torch.jit.trace(lambda x: torch.mm(x, torch.eye(8, dtype=x.dtype)), (torch.ones(4, 8),))
     for i in range(3):
         y = model(torch.ones(4, 8))
         if i == 1:
@@ -148,9 +147,7 @@ FAILS = """
 FAILURES = [
     ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
     ("y = model(y.double())", "two dtypes in one call", ["float64 (4, 8)", "Linear's 'weight'", "x.to(y.dtype)"]),
-    ("y = traced(y.bfloat16())", "a traced function", ["bfloat16 (4, 8), float32 (8, 8)", "trace it"]),
-    ("y = torch.vmap(nn.BatchNorm1d(8))(y[None])", "batch norm under vmap", ["replace_all_batch_norm_modules_"]),
-    ("y = y @ frozen.weight.to(torch.float8_e4m3fn)", "weights of one byte", ["float8_e4m3fn", "w.to(x.dtype)"]),
+    ("y = frozen(y)", "two dtypes in one call", ["bfloat16 (8, 8) (Linear's 'weight')", "x.to(y.dtype)"]),
 ]
 
 
@@ -159,7 +156,7 @@ def test_an_exception_has_a_culprit(line, kind, words, written, capsys):
     with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
         main(["diagnose", written(textwrap.dedent(FAILS).lstrip().format(line=line), model="")])
     printed = capsys.readouterr().out
-    assert printed.startswith(kind) and "script.py:10" in printed and "# here" in printed and "iteration 2" in printed
+    assert printed.startswith(kind) and "script.py:9" in printed and "# here" in printed and "iteration 2" in printed
     assert [word for word in words if word not in printed] == [], printed
 
 
