@@ -334,8 +334,12 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
         held = {param for x in optimizers for param in params_of(x)}
-        holds_copies = held.isdisjoint(param for model in models for param in model.parameters())  # which the script made
-        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", is_known=not holds_copies))
+        holds_copies = held.isdisjoint(
+            param for model in models for param in model.parameters()
+        )  # which the script made
+        table.append(
+            _row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", is_known=not holds_copies)
+        )
     is_exact = bool(models) and all(x.dtype is torch.float64 for model in models for x in known(model.parameters()))
     if not is_exact:
         table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]
