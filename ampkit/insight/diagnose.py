@@ -32,38 +32,34 @@ _SMALL = 2.0**-24
 class Diagnosis:
     """The result of `diagnose` after ``operations`` operators; ``bool(diagnosis)`` says whether it found anything.
 
-    ``cures`` are changes that made loss and gradients finite, as code or in words.
-    ``given`` names tensors that were not finite before the iteration. ``iteration`` is that of a script, from 1. ``print`` it.
+    ``cures`` are changes that made loss and gradients finite, as code or in words. ``iteration`` is that of a script, from 1. ``print`` it.
     """
 
     operations: int
     loss_scale: float | None = None
     culprit: Culprit | None = None
     cures: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
     iteration: int | None = None
     note: str = ""
 
     def __bool__(self) -> bool:
-        return self.culprit is not None or bool(self.given)
+        return self.culprit is not None
 
     def __str__(self) -> str:
         at = "" if self.loss_scale in (None, 1.0) else f" at loss scale {self.loss_scale:g}"
-        if not self:
+        if (culprit := self.culprit) is None:
             return f"nothing found in {self.operations} operations{at}" + (f"; {self.note}" if self.note else "")
-        lines = [f"{GIVEN}: {name}" for name in self.given]
-        if (culprit := self.culprit) is not None:
-            lines.append(f"{culprit.kind}{' in backward' * culprit.backward}{at}")
-            rows = {
-                "line": culprit.site and f"{culprit.site}  {culprit.source}".rstrip(),
-                "function": culprit.op and f"{culprit.function} ({culprit.op}), {short(culprit.dtype)}",
-                "module": culprit.module,
-                "numbers": culprit.evidence,
-                "batch": ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows))),
-            }
-            lines += [f"  {label:<9} {text}" for label, text in rows.items() if text]
-            lines += [f"  cure      {cure}" for cure in self.cures]
-            lines += [f"  {line}" for line in self.note.splitlines()]
+        rows = {
+            "line": culprit.site and f"{culprit.site}  {culprit.source}".rstrip(),
+            "function": culprit.op and f"{culprit.function} ({culprit.op}), {short(culprit.dtype)}",
+            "module": culprit.module,
+            "numbers": culprit.evidence,
+            "batch": ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows))),
+        }
+        lines = [f"{culprit.kind}{' in backward' * culprit.backward}{at}"]
+        lines += [f"  {label:<9} {text}" for label, text in rows.items() if text]
+        lines += [f"  cure      {cure}" for cure in self.cures]
+        lines += [f"  {line}" for line in self.note.splitlines()]
         return "\n".join(lines)
 
 
@@ -112,7 +108,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
     finder = Finder()
     run = finder.run(iteration)
     culprit, cures = finder.culprit, []
-    if culprit is not None and culprit.kind != GIVEN and not finder.given:
+    if culprit is not None and culprit.kind != GIVEN:
         trials = Trials(iteration, run)
         if cures := of_scale(trials, run):
             culprit = replace(culprit, kind=SCALE)
@@ -122,7 +118,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
                 at_floor.run(iteration, run.floor / run.scale)
                 culprit = at_floor.culprit or culprit
             cures = of_precision(trials, culprit)
-    return Diagnosis(finder.operations, run.scale, culprit, tuple(cures), tuple(finder.given))
+    return Diagnosis(finder.operations, run.scale, culprit, tuple(cures))
 
 
 # Cures

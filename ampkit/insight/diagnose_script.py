@@ -101,9 +101,6 @@ class ScriptFinder(Finder):
         if call.site is not None:
             self._trend.operator(call, sizes, (is_origin and origin.needed) or 0.0, self._scale or 1.0)
 
-    def on_module(self, module: nn.Module) -> None:
-        """Skip the check of parameters and buffers: values that are not finite are found at the line that uses them."""
-
     def forward_begins(self, module: nn.Module, args: Any) -> None:
         if not self.is_inside and self._path is not None:
             self._calls.append((module, args, {}))

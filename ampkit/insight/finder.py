@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..registry import live_sessions
 from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
 from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
@@ -50,7 +49,6 @@ class Finder(Watch):
         super().__init__()
         self.operations = 0
         self.culprit: Culprit | None = None
-        self.given: list[str] = []
         self._origins: dict[int, Culprit | None] = {}
         self._widened: dict[int, torch.dtype] = {}  # results of casts to a wider dtype, and the dtype before
         self._mask: Culprit | None = None  # the first mask, for a loss that is -inf for no other reason
@@ -58,25 +56,9 @@ class Finder(Watch):
         self.failed: tuple[Call, Exception] | None = None
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
-        for session in live_sessions:
-            for param, state in (item for optimizer in session.optimizers for item in optimizer.state.items()):
-                named = ((f"{name!r} of the optimizer for {session.name_of(param)}", x) for name, x in state.items())
-                self._note_given((name, x) for name, x in named if isinstance(x, torch.Tensor))
         run = Repetition(self, factor)
         run.run(iteration)
         return run
-
-    # Before the iteration
-
-    def on_module(self, module: nn.Module) -> None:
-        self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
-        buffers = [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
-        self._note_given(pair for pair in buffers if is_finite(pair[1]) or not _is_mask(pair[1]))
-
-    def _note_given(self, tensors: Any) -> None:
-        for name, tensor in tensors:
-            if not is_finite(tensor):
-                self.given.append(f"{name} has {_count_non_finite(tensor)}")
 
     # Each operator
 
@@ -133,7 +115,8 @@ class Finder(Watch):
         """Return the origin of an input that is not finite. If no operator made it, the input is the origin; a mask has none."""
         key = address(tensor)
         if key not in self._origins:
-            text = f"a tensor of shape {tuple(value.shape)}, {value.dtype}, that this line uses, has {_count_non_finite(value)}"
+            words = f"{self.name_of(tensor) or 'a tensor'} of shape {tuple(value.shape)}, {value.dtype}"
+            text = f"{words}, that this line uses, has {_count_non_finite(value)}"
             self._origins[key] = None if _is_mask(value) else self._new(call, GIVEN, text, None, value)
         return self._origins[key]
 

@@ -77,19 +77,9 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
     odd = next((x for x in inputs if x.dtype is not inputs[0].dtype and x.dim()), None)
     if odd is None:
         return None
-    names = {
-        param: f"{type(module).__name__}'s {name!r}"
-        for module in list(watch.modules)
-        for name, param in module.named_parameters(recurse=False)
-    }
-    words = [f"{short(x.dtype)} {tuple(x.shape)}{_named(names, x)}" for x in inputs]
+    words = [f"{short(x.dtype)} {tuple(x.shape)}{f' ({name})' if (name := watch.name_of(x)) else ''}" for x in inputs]
     text = f"its arguments are {', '.join(words)}"
     return "two dtypes in one call", text, "convert one beside the call, x.to(y.dtype)", odd.dtype
-
-
-def _named(names: Any, tensor: torch.Tensor) -> str:
-    owner = names.get(tensor, names.get(tensor._base) if tensor._is_view() else None)
-    return f" ({owner})" if owner else ""
 
 
 def _too_large(call: Call, message: str) -> Any:
