@@ -32,7 +32,8 @@ _SMALL = 2.0**-24
 class Diagnosis:
     """The result of `diagnose` after ``operations`` operators; ``bool(diagnosis)`` says whether it found anything.
 
-    ``cures`` are changes that made loss and gradients finite, as code or in words. ``iteration`` is that of a script, from 1. ``print`` it.
+    ``cures`` are changes that made loss and gradients finite, as code or in words. ``iteration`` is that of a script, from
+    1. ``print`` it.
     """
 
     operations: int

@@ -23,7 +23,7 @@ from ..events import forwards, steps
 from ..iteration.block import calls_of_torch
 from ..scripts import running
 from .diagnose import Diagnosis, in_bfloat16
-from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
+from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SPIKE, is_finite, largest
 from .finder import Culprit, Finder
 from .observed import culprit_of, observe
 from .repeating import rule_of, unwatched
@@ -165,14 +165,13 @@ class ScriptFinder(Finder):
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
-            self._in_a_row = max(0, self._in_a_row) + 1
+            self._in_a_row += 1
             where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
             self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
-            self._in_a_row, self._descents = -1, self._descents + 1
-            self._last = self.culprit, self._scale
+            self._in_a_row, self._descents = 0, self._descents + 1
             if grown := self._trend.grown():
                 self._bad = f"in iteration {self.iteration} they grew {grown}"
 
@@ -190,15 +189,10 @@ class ScriptFinder(Finder):
     # The diagnosis
 
     def at_the_end(self) -> Diagnosis:
-        culprit = self.culprit if self._in_a_row > 0 else None
         with unwatched():
-            culprit = self._cause(culprit)
+            culprit = self._cause(self.culprit if self._in_a_row else None)
         if culprit is not None:
             return self._diagnosis(culprit)
-        if self._in_a_row < 0:
-            culprit, self._scale = self._last
-            text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
-            return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(text,), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
         saved = f"nothing was saved to {self._path}" * (self._path is not None)
         return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
