@@ -166,14 +166,12 @@ class ScriptFinder(Finder):
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row += 1
-            where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
+            where = f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
             self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
             self._in_a_row, self._descents = 0, self._descents + 1
-            if grown := self._trend.grown():
-                self._bad = f"in iteration {self.iteration} they grew {grown}"
 
     def _fits_at(self, culprit: Culprit) -> float | None:
         """Return the highest loss scale at which the culprit's result is finite; None if there is none."""
@@ -222,8 +220,6 @@ class ScriptFinder(Finder):
         note = []
         if self._in_a_row == self._after:
             note.append(f"stopped   after {self._after} such backward passes in a row (--after {self._after})")
-        if culprit.kind == OVERFLOW and (grown := self._trend.grown()):
-            note.append(f"grew      {grown}")
         if self._is_saved:
             note.append(_SAVED.format(path=self._path))
         elif self._path is not None:

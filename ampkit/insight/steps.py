@@ -141,7 +141,8 @@ class StepReport:
         """The share of updates that rounding lost in this step, by name; None in steps that were not measured."""
         if self._weights is None:
             return None
-        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._weights.lost().items()})
+        counts = {} if self.skipped else self._weights.counts()
+        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in counts.items()})
 
     def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
         """Gradients by name, each with the clipping factor that the step applied itself, or None."""
@@ -240,7 +241,7 @@ class UpdateCheck(AroundStep):
         weights = Weights(self.optimizer) if is_measured else None
         yield
         with torch.no_grad():
-            if weights is not None and (lost := weights.lost()):
+            if weights is not None and not is_skipped(self.optimizer) and (lost := weights.counts()):
                 self._count(lost)
                 if self.steps >= _FIRST and not self._has_told:
                     self._tell()

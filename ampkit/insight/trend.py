@@ -112,9 +112,3 @@ class Trend:
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
                 return f"{rise}, the largest weight from {first_weight:.4g} to {first_weight * weights:.4g}"
         return ""
-
-    def grown(self) -> str:
-        """Return in words where this iteration has grown most beyond earlier ones; empty without a spike."""
-        growth, call, text = self._most
-        is_known = call is not None and growth > _SPIKES and self._iterations >= _LEAST
-        return f"{growth:.2g}-fold at {call.site}  {call.site.source}: {text}" if is_known else ""

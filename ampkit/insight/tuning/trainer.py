@@ -77,8 +77,9 @@ class Trainer:
         peak_bytes = _peak_bytes(measured, self.device)
         while len(losses) < steps:
             weights = Weights(self.optimizer) if len(losses) >= steps - _STEPS_FOR_UPDATES else None
-            skipped += self._noted_step(losses)
-            for of_param, of_all in weights.lost().values() if weights is not None else ():
+            is_skipped = self._noted_step(losses)
+            skipped += is_skipped
+            for of_param, of_all in () if weights is None or is_skipped else weights.counts().values():
                 lost, total = lost + int(of_param), total + int(of_all)
         share = lost / total if total else math.nan
         if self.device.type == "cuda":
