@@ -80,11 +80,11 @@ class StepReport:
     ``step`` counts steps from 1, skipped ones included.
     """
 
-    def __init__(self, optimizer: Any, step: int, weights: Weights | None = None) -> None:
-        self.step, self._optimizer, self._weights = step, optimizer, weights
+    def __init__(self, optimizer: Any, step: int) -> None:
+        self.step, self._optimizer = step, optimizer
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("_optimizer", "_weights"):
+        if name != "_optimizer":
             raise AttributeError(name)
         raise RuntimeError(
             "A value of the report was not read inside of f, and gradients may be others by now. Read it there."
@@ -136,14 +136,6 @@ class StepReport:
             shares[name] = is_denormal.float().mean()
         return to_host(shares)
 
-    @cached_property
-    def lost_updates(self) -> dict[str, float] | None:
-        """The share of updates that rounding lost in this step, by name; None in steps that were not measured."""
-        if self._weights is None:
-            return None
-        counts = {} if self.skipped else self._weights.counts()
-        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in counts.items()})
-
     def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
         """Gradients by name, each with the clipping factor that the step applied itself, or None."""
         if self.skipped:  # its gradients are dropped
@@ -172,8 +164,8 @@ class StepReport:
 
 
 class _OnStep(AroundStep):
-    def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
-        self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
+    def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int) -> None:
+        self._f, self._every, self._steps = f, every, 0
         super().__init__(optimizer, "on_step")
 
     @contextmanager
@@ -182,17 +174,16 @@ class _OnStep(AroundStep):
         if self._steps % self._every:
             yield
             return
-        is_measured = self._updates_every and self._steps % self._updates_every == 0
-        report = StepReport(self.optimizer, self._steps, Weights(self.optimizer) if is_measured else None)
+        report = StepReport(self.optimizer, self._steps)
         yield
         try:
             with torch.no_grad():
                 self._f(report)
         finally:
-            del report._optimizer, report._weights
+            del report._optimizer
 
 
-def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:
+def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1) -> AroundStep:
     """Call ``f(report)`` after each ``optimizer.step()``, skipped ones included; ``remove()`` of what is returned ends it.
 
     A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients,
@@ -202,8 +193,7 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     1 32768.0 True nan
     2 32768.0 False 1.7320508
 
-    ``f`` is called at every ``every``-th step. At every ``updates_every``-th step ``report.lost_updates`` has the share of updates
-    that rounding lost, which takes a copy of the weights; at other steps it is None. Make it a multiple of ``every``.
+    ``f`` is called at every ``every``-th step.
 
     It works with any optimizer, at every level and without `initialize`; else call it after that. (Where a ``torch.amp.GradScaler``
     skips, it does not call the ``step`` of most optimizers, and there is no report.) Raises TypeError for what is no optimizer or
@@ -211,9 +201,9 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     """
     if not callable(f):
         raise TypeError(f"on_step expects a function that takes the report of a step, found {type(f).__name__}.")
-    if every < 1 or updates_every < 0:
-        raise ValueError(f"on_step: every={every}, updates_every={updates_every}; expected at least 1, and at least 0.")
-    return _OnStep(optimizer, f, every, updates_every)
+    if every < 1:
+        raise ValueError(f"on_step: every={every}; expected at least 1.")
+    return _OnStep(optimizer, f, every)
 
 
 class UpdateCheck(AroundStep):
