@@ -107,7 +107,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
             raise ValueError(f"diagnose: against={against!r} is not accepted: expected 'fp32' or None.")
         return compare(iteration)
     finder = Finder()
-    run = finder.run(iteration)
+    run = Repetition(finder).run(iteration)
     culprit, cures = finder.culprit, []
     if culprit is not None and culprit.kind != GIVEN:
         trials = Trials(iteration, run)
@@ -116,7 +116,7 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
         else:
             if run.scale is not None and run.scale > run.floor:
                 at_floor = Finder()  # the first overflow at a high loss scale may be harmless
-                at_floor.run(iteration, run.floor / run.scale)
+                Repetition(at_floor, run.floor / run.scale).run(iteration)
                 culprit = at_floor.culprit or culprit
             cures = of_precision(trials, culprit)
     return Diagnosis(finder.operations, run.scale, culprit, tuple(cures))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.block import calls_of_torch
+from ..patching import PatchSet
 from ..scripts import running
 from .diagnose import Diagnosis, in_bfloat16
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SPIKE, is_finite, largest
@@ -83,7 +84,6 @@ class ScriptFinder(Finder):
         self.iteration = 1
         self._after, self._path, self._in_a_row, self._descents = after, path, 0, 0
         self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, with their arguments, in this iteration
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scale: float | None = None  # the loss scale, if there is one
         self._floor = 0.0  # the lowest loss scale
         self._falls = self._is_loss_finite = self._is_saved = False
@@ -101,17 +101,15 @@ class ScriptFinder(Finder):
         if call.site is not None:
             self._trend.operator(call, sizes, (is_origin and origin.needed) or 0.0, self._scale or 1.0)
 
-    def forward_begins(self, module: nn.Module, args: Any) -> None:
-        if not self.is_inside and self._path is not None:
-            self._calls.append((module, args, {}))
-            if module not in self._hooked:  # keyword arguments of this first call are not known
-                self._hooked.add(module)
-                module.register_forward_pre_hook(self._note_keywords, with_kwargs=True)
-        super().forward_begins(module, args)
+    def __enter__(self) -> Any:
+        if self._path is not None:
+            self._listening.enter_context(PatchSet()).put_around(nn.Module, "__call__", self._call)
+        return super().__enter__()
 
-    def _note_keywords(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._calls and self._calls[-1][0] is module:
-            self._calls[-1] = module, args, kwargs
+    def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_inside:
+            self._calls.append((module, args, kwargs))
+        return original(module, *args, **kwargs)
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> None:
         with unwatched():

@@ -8,7 +8,6 @@ operator that makes NaN of a mask is a new origin. The origin of the loss, or of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
-from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
 # Operators that overwrite a tensor without reading it.
@@ -54,11 +52,6 @@ class Finder(Watch):
         self._mask: Culprit | None = None  # the first mask, for a loss that is -inf for no other reason
         self._batch = 0  # batch size of the latest call of a model
         self.failed: tuple[Call, Exception] | None = None
-
-    def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
-        run = Repetition(self, factor)
-        run.run(iteration)
-        return run
 
     # Each operator
 
