@@ -199,23 +199,19 @@ def load(place: str, name: str) -> Callable[[], Any]:
     try:
         factory: Callable[[], Any] = operator.attrgetter(name)(module)
     except AttributeError:
-        raise NoFactory(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
+        raise TypeError(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
     refuse_no_factory(factory, f"{name!r} of {os.path.basename(place)}")
     return factory
-
-
-class NoFactory(TypeError):
-    """An error for an argument of `tune` that is no factory."""
 
 
 _EXPECTED = "tune expects a factory, a function without arguments: def factory(): ...; return model, optimizer, batches, loss_fn"
 
 
 def refuse_no_factory(found: Any, name: str) -> None:
-    """Raise `NoFactory` for an object that cannot be called, and for a model."""
+    """Raise TypeError for an object that cannot be called, and for a model."""
     kind = type(found).__name__
     if isinstance(found, nn.Module) or not callable(found):
-        raise NoFactory(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
+        raise TypeError(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
 
 
 def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:
