@@ -37,8 +37,8 @@ from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
-#: A script whose optimizers do not step ends after this many forward or backward passes per requested iteration.
-_PASSES = 50
+#: A script whose optimizers do not step ends after this many forward and backward passes per requested iteration.
+_PASSES = 100
 #: Functions that clip gradients, or compute their norm for clipping: they are wrong for gradients that are not unscaled yet.
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_",
@@ -91,19 +91,19 @@ class Observer(Watch, logging.Handler):
         logging.Handler.__init__(self, logging.WARNING)
         self.iterations = iterations
         self.steps: dict[Any, int] = {}  # by optimizer
-        self.backward_passes = self.forward_passes = 0
+        self.passes = 0  # forward and backward, before the first step
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
         self.as_it_is: Explanation | None = None  # after the latest step, when moments exist
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
-        self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
         self.not_cast: Counter[str] = Counter()
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # the precision that the script itself uses, in words
         self._enough = False
         self.unregistered: dict[nn.Module, str] = {}  # submodules that no model has registered, and their lines
-        self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
+        rules = (rule for rule in Policy().rules() if rule.kind is CastKind.LOWER_PRECISION_FP)
+        self._rules = {getattr(rule.owner, rule.name): rule for rule in rules}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
 
@@ -165,18 +165,12 @@ class Observer(Watch, logging.Handler):
             return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
-            self.does = "float32"
             owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
-            params = [param for params in owners for param in params]
-            has_float32 = any(param.dtype is torch.float32 for param in params)
-            reported = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, *EXACT)
-            dtypes = [short(dtype) for dtype in reported if any(param.dtype is dtype for param in params)]
-            trained = {short(param.dtype) for param in params if param.requires_grad}
-            if lower := [dtype for dtype in dtypes if dtype in trained]:
-                self.does = f"weights in {lower[0]}"
-            elif dtypes:
-                self.does = f"{'float32, beside ' * has_float32}frozen weights in {dtypes[0]}"
-            else:
+            dtypes = {param.dtype for params in owners for param in params}
+            others = [short(dtype) for dtype in (*LOWER_PRECISION, *EXACT) if dtype in dtypes]
+            beside = "float32, beside " * (torch.float32 in dtypes)
+            self.does = f"{beside}weights in {others[0]}" if others else "float32"
+            if not others:
                 self._tell_of_own_casts()
 
     def _tell_of_own_casts(self) -> None:
@@ -184,8 +178,9 @@ class Observer(Watch, logging.Handler):
         if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
             self.does += f", with casts of its own: products in {lower[0]}"
 
-    def _pass(self, count: int) -> None:
-        self._enough = self._enough or count >= _PASSES * self.iterations
+    def _pass(self) -> None:
+        self.passes += not self.steps
+        self._enough = self._enough or self.passes >= _PASSES * self.iterations
 
     # Operators, modules and functions
 
@@ -212,9 +207,8 @@ class Observer(Watch, logging.Handler):
             if is_new and not self.steps:
                 with _unobserved():
                     self._look()
-            self.forward_passes += next(module.parameters(), None) is not None
-            if not self.backward_passes:
-                self._pass(self.forward_passes)
+            if next(module.parameters(), None) is not None:
+                self._pass()
         elif module not in self.modules and any(param.requires_grad for param in module.parameters()):
             self.unregistered.setdefault(module, str(look()[0]))
         if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
@@ -233,7 +227,7 @@ class Observer(Watch, logging.Handler):
         if region is not None and region.enabled and region.dtype is not None:
             self.does = f"torch.autocast in {short(region.dtype)}"
         rule = self._rules.get(function)
-        if rule is None or rule.kind not in self.casts:
+        if rule is None:
             return
         tensors = [x for x in args if isinstance(x, Tensor)]
         if tensors and not any(x.dim() for x in tensors):  # 0-dim tensors, as torch's GradScaler uses them
@@ -241,9 +235,6 @@ class Observer(Watch, logging.Handler):
         dtypes = {x.dtype for x in tensors}
         if torch.float64 in dtypes or any(dtype.is_complex for dtype in dtypes):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
-            return
-        self.casts[rule.kind][rule.name] += 1
-        if rule.kind is not CastKind.LOWER_PRECISION_FP:
             return
         if region is not None and not region.enabled:
             self.not_cast[f"{rule.name} inside torch.autocast(enabled=False)"] += 1
@@ -260,8 +251,7 @@ class Observer(Watch, logging.Handler):
 
     def backward_begins(self, _: Sequence[Any]) -> None:
         self._end_if_enough()
-        self.backward_passes += 1
-        self._pass(self.backward_passes)
+        self._pass()
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
         self._is_scaled = current_session() is None
@@ -344,12 +334,10 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     if not is_exact:
         table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]
     lines += columns(table)
-    lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{reason} ({n}x)" for reason, n in seen.not_cast.most_common(4)]
     standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
     rows = [
-        ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
         *[("levels", "all but O0 refuse a model in float64: call model.float() first")] * is_exact,
@@ -383,11 +371,6 @@ def _row(name: str, explained: Explanation, scale: str, is_known: bool = True) -
         "; ".join(f"{total:.1f}" if is_known and total == total else "?" for total in totals),
         scale,
     )
-
-
-def _most(calls: Counter[str]) -> str:
-    shown = ", ".join(f"{name} {count}x" for name, count in calls.most_common(4))
-    return f"{shown}{', ...' * (len(calls) > 4)}" or "nothing"
 
 
 def _kept(rows: Sequence[ModuleRow]) -> str:
