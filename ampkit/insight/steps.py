@@ -113,14 +113,6 @@ class StepReport:
         return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
 
     @cached_property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Float32 copies of the gradients on their devices, for histograms."""
-        return {
-            name: gradient.float() if factor is None else gradient.float() * moved_to(factor, gradient.device)
-            for name, (gradient, factor) in self._gradients().items()
-        }
-
-    @cached_property
     def underflow(self) -> dict[str, float]:
         """The share of a gradient's elements that were denormal in lower precision at the current loss scale, by name.
 
@@ -186,8 +178,8 @@ class _OnStep(AroundStep):
 def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1) -> AroundStep:
     """Call ``f(report)`` after each ``optimizer.step()``, skipped ones included; ``remove()`` of what is returned ends it.
 
-    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients,
-    ``underflow``, and ``gradients`` for histograms. Nothing is computed that ``f`` does not read.
+    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients, and
+    ``underflow``. Nothing is computed that ``f`` does not read.
 
     >>> ampkit.on_step(optimizer, lambda report: print(report.step, report.loss_scale, report.skipped, report.grad_norm))
     1 32768.0 True nan
@@ -264,11 +256,8 @@ def _cure(weight: Weight) -> str:
     dtype = weight.param.dtype
     if weight.rest is not None or dtype not in LOWER_PRECISION:
         return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
-    level = "O5" if dtype is torch.bfloat16 else "O2"
-    cost = "+2 bytes per parameter, and moments in float32"
-    cure = f'initialize(model, optimizer, opt_level="{level}") trains their float32 values ({cost})'
-    if dtype is torch.bfloat16:
-        cure += '; without these, rounding="stochastic" of ampkit.optimizers loses none on average'
+    cure = 'initialize(model, optimizer, opt_level="O5") trains their float32 values, for 2 bytes per parameter'
+    cure += '; rounding="stochastic" of ampkit.optimizers loses none on average' * (dtype is torch.bfloat16)
     return f"weights in {short(dtype)} without masters. {cure}."
 
 

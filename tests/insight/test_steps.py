@@ -99,12 +99,11 @@ def test_beside_torchs_grad_scaler_norms_are_unscaled_too(fused):
 def test_norms_are_those_after_clipping(level):
     model, optimizer = initialize_quietly(Line(), MAKERS["Adam"], level)
     reports = []
-    ampkit.on_step(optimizer, lambda report: reports.append({**read(report), "of_a": report.gradients["a.weight"]}))
+    ampkit.on_step(optimizer, lambda report: reports.append(read(report)))
     train(model, optimizer, clip=1.0)
     assert reports[0]["grad_norm"] == pytest.approx(1.0, rel=1e-5)
     factor = 1 / math.hypot(*NORMS.values())
     assert reports[0]["norms"] == pytest.approx({name: norm * factor for name, norm in NORMS.items()}, rel=1e-5)
-    torch.testing.assert_close(reports[0]["of_a"], X.expand(2, 2) * factor)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
