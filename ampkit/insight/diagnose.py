@@ -174,11 +174,7 @@ class Trials:
         most = math.floor(math.log2(self.scale / self._first.floor))
         if most < 1 or not self.is_finite(trial(), 2.0**-most):
             return None
-        fails, works = 0, most
-        while works - fails > 1:
-            middle = fails + 1 if fails == 0 else (fails + works) // 2  # a single halving is the most likely answer
-            fails, works = (fails, middle) if self.is_finite(trial(), 2.0**-middle) else (middle, works)
-        return self.scale * 2.0**-works
+        return next(self.scale / 2**n for n in range(1, most + 1) if n == most or self.is_finite(trial(), 0.5**n))
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
         """Return the text of a cure by float32 for some of the operators; None if float32 does not help."""
