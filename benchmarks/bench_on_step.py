@@ -28,7 +28,6 @@ READ = {
     "nothing": (),
     "loss_scale, skipped, grad_norm": ("loss_scale", "skipped", "grad_norm"),
     "the same, and norms": ("loss_scale", "skipped", "grad_norm", "norms"),
-    "underflow": ("underflow",),
 }
 WARM_UP = 3
 

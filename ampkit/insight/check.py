@@ -26,7 +26,7 @@ from ..registry import current_session
 from ..scripts import running
 from . import files
 from .explain import Explanation, ModuleRow, explain, known
-from .observed import in_words, observe
+from .observed import observe
 from .record.arithmetic import product_of, tensor_cores
 from .record.reasons import EXACT, Regions
 from .repeating import unwatched
@@ -68,9 +68,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
         return files.print_report(arguments.target)
     observer = Observer(arguments.iterations)
-    code, error = observe(arguments, observer.watching())
-    if error is not None and (words := in_words(error)):
-        observer.note(words)
+    code, error = observe(arguments, observer)
     if code == 0 or observer.roots:
         lines, has_mistakes = report(arguments.target, observer)
         code = int(has_mistakes)
@@ -82,7 +80,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 
 class Observer(Watch, logging.Handler):
-    """A record of what a script did while `watching`, for ``iterations`` steps. ampkit's warnings are among its ``mistakes``."""
+    """A record of what a script did inside of ``with``, for ``iterations`` steps. ampkit's warnings are among its ``mistakes``."""
 
     sources = (forwards, steps, calls_of_torch)
 
@@ -107,15 +105,13 @@ class Observer(Watch, logging.Handler):
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with PatchSet() as patches:
-            patches.enter_context(self)
-            self._regions.watch(patches)
-            logger.addHandler(self)
-            patches.callback(logger.removeHandler, self)
-            with _Calls(self):
-                yield
+    def __enter__(self) -> Any:
+        patches = self._listening.enter_context(PatchSet())
+        self._regions.watch(patches)
+        logger.addHandler(self)
+        patches.callback(logger.removeHandler, self)
+        self._listening.enter_context(_Calls(self))
+        return super().__enter__()
 
     @property
     def models(self) -> list[nn.Module]:

@@ -90,7 +90,6 @@ class ScriptFinder(Finder):
         self._loss: torch.Tensor | None = None  # before it is multiplied by the loss scale
         self._trend = Trend()
         self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
-        self._bad = ""  # words on the latest gradients that were not finite
         self._first: Any = None
         self._before: Any = None  # the state to save, before a step that may ruin it
 
@@ -164,8 +163,6 @@ class ScriptFinder(Finder):
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row += 1
-            where = f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
-            self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
@@ -191,7 +188,7 @@ class ScriptFinder(Finder):
             return self._diagnosis(culprit)
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
         saved = f"nothing was saved to {self._path}" * (self._path is not None)
-        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
+        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
         """Return the cause behind a culprit, or of finite numbers that go wrong: gradients that spiked, or a run that diverges."""

@@ -13,17 +13,11 @@ from torch.utils._pytree import tree_leaves
 from ..dtypes import LOWER_PRECISION
 from ..scripts import running
 from .finder import Culprit, Finder
-from .sites import hide_observers, look_at
+from .sites import hide_observers
 from .watching import Call, Enough
 from .words import short
 
 _LEAST = {"iterations": 1, "skip": 0, "after": 1}
-#: A part of torch's message, the kind, and the cure.
-_NO_GRADIENTS = (
-    "No inf checks were recorded",
-    "an optimizer without gradients",
-    "no backward pass has reached its parameters: make it last, over model.parameters() of the model that the loss comes from",
-)
 
 
 def observe(arguments: argparse.Namespace, watch: AbstractContextManager[Any]) -> tuple[int, BaseException | None]:
@@ -52,17 +46,8 @@ def observe(arguments: argparse.Namespace, watch: AbstractContextManager[Any]) -
 # The script's exception
 
 
-def in_words(error: BaseException) -> str:
-    """Return the kind and the cure of an exception with a known message; else an empty string."""
-    words, kind, cure = _NO_GRADIENTS
-    return f"{kind}: {cure}" if words in str(error) else ""
-
-
 def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[str, ...]] | None:
     """Return the culprit and its cure; None if the exception has another cause."""
-    words, kind, cure = _NO_GRADIENTS
-    if words in str(error):
-        return Culprit(kind, str(error), torch.float32, site=look_at(error.__traceback__)), (cure,)
     call, failed = watch.failed or (None, None)
     if call is None or failed is not error:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -152,10 +151,5 @@ class Standstill:
 
 
 def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    kinds = Counter(type(model).__name__ for model in models)
-    names: dict[Tensor, str] = {}
-    for number, model in enumerate(models):
-        kind = type(model).__name__
-        of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
-        names |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
-    return names
+    named = [(number, *pair) for number, model in enumerate(models) for pair in model.named_parameters()]
+    return {param: f"model {number}: " * (len(models) > 1) + name for number, name, param in named}

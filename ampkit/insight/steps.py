@@ -24,7 +24,7 @@ from ..logs import logger, printable
 from ..optimizers.scales import moved_to
 from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
-from ..sharding import is_sharded, local, norm_over_processes
+from ..sharding import is_sharded, norm_over_processes
 from .updates import Weight, Weights, named_params, to_host
 from .words import short
 
@@ -103,56 +103,29 @@ class StepReport:
     @cached_property
     def grad_norm(self) -> float:
         """The Euclidean norm of all gradients as the step used them: unscaled, and clipped. NaN where it was skipped."""
-        if self.skipped:
-            return math.nan
-        return float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
+        return math.nan if self.skipped else math.hypot(*self.norms.values())
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """The norm of each gradient as the step used it, by name of the parameter; empty if skipped, as the following."""
-        return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
-
-    @cached_property
-    def underflow(self) -> dict[str, float]:
-        """The share of a gradient's elements that were denormal in lower precision at the current loss scale, by name.
-
-        Denormal elements (without zeros) have lost digits, and smaller ones became 0: a growing share needs a higher loss scale.
-        """
-        session = session_of(self._optimizer)
-        dtype = session.plan.lower_precision if session is not None and session.plan.enabled else None
-        scale = self.loss_scale
-        shares = {}
-        for name, (gradient, _) in self._gradients().items():
-            scaled = local(values_of(gradient)).float().abs() * scale
-            is_denormal = (scaled > 0) & (scaled < torch.finfo(dtype or gradient.dtype).tiny)
-            shares[name] = is_denormal.float().mean()
-        return to_host(shares)
-
-    def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Gradients by name, each with the clipping factor that the step applied itself, or None."""
+        """The norm of each gradient as the step used it, by name of the parameter; empty if it was skipped."""
         if self.skipped:  # its gradients are dropped
             return {}
-        wrapper, gradients = wrapper_of(self._optimizer), {}
-        clip = None if wrapper is None else wrapper.gradients.clip
-        mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.stored}
-        for name, param, _ in named_params(self._optimizer):
-            if param.grad is not None:
-                gradients[name] = param.grad, clip if param in mastered else None
-        return gradients
-
-    @cached_property
-    def _norms(self) -> list[torch.Tensor]:
-        gradients = list(self._gradients().values())
-        values = [values_of(gradient) for gradient, _ in gradients]
+        named = {name: param for name, param, _ in named_params(self._optimizer) if param.grad is not None}
+        values = [values_of(param.grad) for param in named.values()]
         if any(map(is_sharded, values)):
             norms = [norm_over_processes([value], 2.0).float() for value in values]
         else:
             norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
-        norms = [
-            norm if factor is None else norm * moved_to(factor, norm.device).reshape(())
-            for norm, (_, factor) in zip(norms, gradients)
-        ]
-        return [moved_to(norm, norms[0].device) for norm in norms]
+        wrapper = wrapper_of(self._optimizer)
+        if (
+            wrapper is not None and (clip := wrapper.gradients.clip) is not None
+        ):  # a factor that the step applies itself
+            stored = {slot.param for slot in wrapper.gradients.stored}
+            norms = [
+                norm * moved_to(clip, norm.device).reshape(()) if param in stored else norm
+                for param, norm in zip(named.values(), norms)
+            ]
+        return to_host(dict(zip(named, norms)))
 
 
 class _OnStep(AroundStep):
@@ -178,8 +151,8 @@ class _OnStep(AroundStep):
 def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1) -> AroundStep:
     """Call ``f(report)`` after each ``optimizer.step()``, skipped ones included; ``remove()`` of what is returned ends it.
 
-    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients, and
-    ``underflow``. Nothing is computed that ``f`` does not read.
+    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients.
+    Nothing is computed that ``f`` does not read.
 
     >>> ampkit.on_step(optimizer, lambda report: print(report.step, report.loss_scale, report.skipped, report.grad_norm))
     1 32768.0 True nan

@@ -148,17 +148,12 @@ FAILURES = [
     ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
     ("y = model(y.double())", "two dtypes in one call", ["float64 (4, 8)", "Linear's 'weight'", "x.to(y.dtype)"]),
     ("y = frozen(y)", "two dtypes in one call", ["bfloat16 (8, 8) (Linear's 'weight')", "x.to(y.dtype)"]),
-    (
-        "optimizer.zero_grad(); s = torch.amp.GradScaler('cpu'); s.scale(y); s.step(optimizer)",
-        "an optimizer",
-        ["No inf checks"],
-    ),
 ]
 
 
 @pytest.mark.parametrize("line, kind, words", FAILURES, ids=[line for line, _, _ in FAILURES])
 def test_an_exception_has_a_culprit(line, kind, words, written, capsys):
-    with pytest.raises((RuntimeError, AssertionError)):
+    with pytest.raises(RuntimeError):
         main(["diagnose", written(textwrap.dedent(FAILS).lstrip().format(line=line), model="")])
     printed = capsys.readouterr().out
     assert printed.startswith(kind) and "script.py:9" in printed and "# here" in printed and "iteration 2" in printed
