@@ -88,7 +88,7 @@ class ScriptFinder(Finder):
         self._floor = 0.0  # the lowest loss scale
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied by the loss scale
-        self._trend = Trend()
+        self._trend, self._bad = Trend(), ""
         self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
         self._first: Any = None
         self._before: Any = None  # the state to save, before a step that may ruin it
@@ -163,10 +163,14 @@ class ScriptFinder(Finder):
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row += 1
+            where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
+            self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
             self._in_a_row, self._descents = 0, self._descents + 1
+            if grown := self._trend.grown():
+                self._bad = f"in iteration {self.iteration} they grew {grown}"
 
     def _fits_at(self, culprit: Culprit) -> float | None:
         """Return the highest loss scale at which the culprit's result is finite; None if there is none."""
@@ -188,7 +192,7 @@ class ScriptFinder(Finder):
             return self._diagnosis(culprit)
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
         saved = f"nothing was saved to {self._path}" * (self._path is not None)
-        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, saved))))
+        return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
         """Return the cause behind a culprit, or of finite numbers that go wrong: gradients that spiked, or a run that diverges."""
@@ -215,6 +219,8 @@ class ScriptFinder(Finder):
         note = []
         if self._in_a_row == self._after:
             note.append(f"stopped   after {self._after} such backward passes in a row (--after {self._after})")
+        if culprit.kind == OVERFLOW and (grown := self._trend.grown()):
+            note.append(f"grew      {grown}")
         if self._is_saved:
             note.append(_SAVED.format(path=self._path))
         elif self._path is not None:

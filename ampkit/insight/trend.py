@@ -102,3 +102,9 @@ class Trend:
                 rise = f"the loss rose from {finite[0]:.4g} to {last:.4g} over {len(losses)} iterations"
                 return f"{rise}, the largest weight from {first_weight:.4g} to {first_weight * weights:.4g}"
         return ""
+
+    def grown(self) -> str:
+        """Return in words the first operator of this iteration whose result has grown like a spike; empty if none has."""
+        has_earlier = self._iterations >= _LEAST
+        culprits = (x for growth, x in self._grown if growth > _SPIKES and has_earlier)
+        return next((f"at {x.site}  {x.source}: {x.evidence}" for x in culprits), "")
