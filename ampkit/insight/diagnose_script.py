@@ -91,7 +91,6 @@ class ScriptFinder(Finder):
         self._trend, self._bad = Trend(), ""
         self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
         self._first: Any = None
-        self._before: Any = None  # the state to save, before a step that may ruin it
 
     # Events of the script
 
@@ -117,9 +116,6 @@ class ScriptFinder(Finder):
         self._falls = backoff is not None
 
     def step_begins(self, optimizer: Any) -> None:
-        if self.culprit is not None:
-            with unwatched():
-                self._before = self._state()
         with unwatched():
             self._trend.step(params_of(optimizer))
             grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
@@ -135,7 +131,6 @@ class ScriptFinder(Finder):
                 self._stop(self.culprit)
         for x in self._gradient_origins:
             self._origins.pop(x, None)
-        self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
         self._calls.clear()
@@ -149,6 +144,7 @@ class ScriptFinder(Finder):
             if len(losses) == 1 and losses[0].numel() == 1 and not losses[0].is_complex():
                 self._trend.loss(look()[0], float(losses[0].detach()))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
+            self._save()
             # A step by hand may have ruined weights with gradients that were not finite: their culprit is the cause.
             self._stop(earlier or self.culprit)
 
@@ -163,6 +159,7 @@ class ScriptFinder(Finder):
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
             self._in_a_row += 1
+            self._save()  # before a step that may ruin the weights
             where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
             self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
@@ -191,7 +188,7 @@ class ScriptFinder(Finder):
         if culprit is not None:
             return self._diagnosis(culprit)
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
-        saved = f"nothing was saved to {self._path}" * (self._path is not None)
+        saved = f"nothing was saved to {self._path}" * (self._path is not None and not self._is_saved)
         return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
@@ -232,20 +229,16 @@ class ScriptFinder(Finder):
     def _stop(self, culprit: Culprit) -> None:
         with unwatched():
             cause = self._cause(culprit) or culprit
-            if cause.kind != SPIKE:
-                self._save(self._before)
         self.found = self._diagnosis(cause)
         raise Enough
 
-    def _save(self, state: Any = None) -> None:
-        if self._path is not None:
-            torch.save(state or self._state(), self._path)
-            self._is_saved = True
-
-    def _state(self) -> Any:
-        if self._path is None:
-            return None
+    def _save(self) -> None:
+        """Save this iteration: the batch, and weights that no step of it has changed. A spike is not replaced by what follows."""
+        if self._path is None or self._trend.spiked_at not in (0, self.iteration):
+            return
         models = dict.fromkeys(module for module, _, _ in self._calls)
         calls = [(args, kwargs) for _, args, kwargs in self._calls]
         state = {"iteration": self.iteration, "models": [x.state_dict() for x in models], "calls": calls}
-        return tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state)
+        with unwatched():
+            torch.save(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state), self._path)
+        self._is_saved = True

@@ -174,12 +174,9 @@ def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
         return os.path.abspath(place) if place.endswith(".py") else place, name
     refuse_no_factory(factory, "it")
     name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
-    spec = getattr(sys.modules.get(place), "__spec__", None)  # None for a script
-    if spec is not None:
-        place = spec.name  # also for ``python -m package.module``
-    elif place == "__main__":
-        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
-    if "<" in name or (spec is None and not os.path.isfile(place)):
+    if is_script := place == "__main__":
+        place = os.path.abspath(getattr(sys.modules[place], "__file__", None) or "")
+    if "<" in name or (is_script and not os.path.isfile(place)):
         raise ValueError(
             f"tune runs the factory in processes of its own, and {name} cannot be imported. "
             "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
