@@ -26,6 +26,7 @@ from .words import short
 
 #: The gradient of the loss if everything runs in another dtype: gradients of tensors that stay float16 must not overflow.
 _SMALL = 2.0**-24
+IN_BFLOAT16 = "bfloat16 (O4 or O5 without cast_model_type=)"
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,6 @@ def has_session() -> bool:
     return any(session.plan.enabled and session.plan.casts_calls for session in live_sessions)
 
 
-def in_bfloat16() -> str:
-    """Return the words for a change from float16 to bfloat16: another level with a session, else another dtype."""
-    if has_session():
-        return "bfloat16 (O4 or O5 without cast_model_type=)"
-    return "torch.bfloat16 for torch.float16 (with ampkit: O4 or O5)"
-
-
 def of_scale(trials: Trials, first: Repetition) -> list[str]:
     lower = trials.lower_scale()
     if lower is None:
@@ -222,5 +216,5 @@ def of_precision(trials: Trials, culprit: Culprit) -> list[str]:
         change = f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"
         cures.append(f"{change}: {text}")
     if culprit.dtype is torch.float16 and trials.everywhere(torch.bfloat16):
-        cures.append(f"{in_bfloat16()}: finite, tried")
+        cures.append(f"{IN_BFLOAT16}: finite, tried")
     return cures or ["float32 is finite, no smaller change was, tried"]

@@ -23,7 +23,7 @@ from ..events import forwards, steps
 from ..iteration.block import calls_of_torch
 from ..patching import PatchSet
 from ..scripts import running
-from .diagnose import Diagnosis, in_bfloat16
+from .diagnose import IN_BFLOAT16, Diagnosis
 from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SPIKE, is_finite, largest
 from .finder import Culprit, Finder
 from .observed import culprit_of, observe
@@ -137,7 +137,6 @@ class ScriptFinder(Finder):
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
-        self._in_bfloat16 = in_bfloat16()
         losses, self._loss = tensors_in(roots) if self._loss is None else [self._loss], None
         with unwatched():
             self.on_loss(tensors_in(roots))
@@ -208,7 +207,7 @@ class ScriptFinder(Finder):
         if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
-            change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
+            change = f"{IN_BFLOAT16}, " * (culprit.dtype is torch.float16)
             hint = f"{change}float32 for the function, or {hint}"
         is_of_model |= is_finite_too
         cures = (hint if is_of_model else f"not tried: {hint}",) if hint else ()

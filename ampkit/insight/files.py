@@ -53,8 +53,8 @@ def print_report(path: str) -> int:
     tensors = {name: value for name, value in leaves if isinstance(value, Tensor)}
     moments = {name: x for name, x in tensors.items() if _MOMENT.search(name)}
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
-    weights = {name: x for name, x in tensors.items() if name not in moments and name not in masters and x.dim()}
-    weights = {name: x for name, x in weights.items() if x.is_floating_point()}
+    others = {name: x for name, x in tensors.items() if name not in moments and name not in masters}
+    weights = {name: x for name, x in others.items() if x.dim() and x.is_floating_point()}
     lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]
     rows = [
         ("weights", _dtypes(weights)),

@@ -213,14 +213,11 @@ def test_a_script_that_fails_shows_the_frames_that_plain_python_shows(tool, line
 
 
 #: Ways in which a script gets float16 or bfloat16, and the advised change to bfloat16.
-OF_TORCH, OF_AMPKIT = (
-    "torch.bfloat16 for torch.float16 (with ampkit: O4",
-    "bfloat16 (O4 or O5 without cast_model_type=)",
-)
+OF_FLOAT16 = "bfloat16 (O4 or O5 without cast_model_type=)"
 CHANGES = {
-    "autocast": ("with torch.autocast('cpu', torch.float16):", "", OF_TORCH),
-    "weights in float16": ("if True:", "model.half(); x = x.half()", OF_TORCH),
-    "ampkit": ("if True:", O1, OF_AMPKIT),
+    "autocast": ("with torch.autocast('cpu', torch.float16):", "", OF_FLOAT16),
+    "weights in float16": ("if True:", "model.half(); x = x.half()", OF_FLOAT16),
+    "ampkit": ("if True:", O1, OF_FLOAT16),
     "bfloat16": ("with torch.autocast('cpu', torch.bfloat16):", "x = x * 1e32", ""),
 }
 
