@@ -48,6 +48,7 @@ _CLIPPING = {
     "torch.Tensor.clamp_",
     "torch.Tensor.clip_",
 }
+_NO_GRADIENTS = "no backward pass has reached the optimizer: make it last, over model.parameters() of the model that the loss comes from"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -69,6 +70,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         return files.print_report(arguments.target)
     observer = Observer(arguments.iterations)
     code, error = observe(arguments, observer)
+    if "No inf checks were recorded" in str(error):  # by torch's GradScaler
+        observer.note(_NO_GRADIENTS)
     if code == 0 or observer.roots:
         lines, has_mistakes = report(arguments.target, observer)
         code = int(has_mistakes)
@@ -216,7 +219,9 @@ class Observer(Watch, logging.Handler):
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
-        is_data = getattr(function, "__self__", None) is torch.Tensor.data
+        is_data = (
+            getattr(getattr(function, "__self__", None), "__name__", "") == "data"
+        )  # which a session may have patched
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])
         region = self._regions.innermost if current_session() is None else None
