@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ _CLIPPING = {
     "torch.Tensor.clamp_",
     "torch.Tensor.clip_",
 }
-_NO_GRADIENTS = "no backward pass has reached the optimizer: make it last, over model.parameters() of the model that the loss comes from"
+_NO_GRADIENTS = "no backward pass has reached the optimizer: make it last, over model.parameters() of the loss's model"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -364,12 +365,13 @@ def _row(name: str, explained: Explanation, scale: str, is_known: bool = True) -
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
     steps = [f"{x.kind}: {x.step}" + f" ({x.reason})" * x.step.startswith("over") for x in explained.optimizers]
-    totals = [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
         "; ".join(steps) or "none",
-        "; ".join(f"{total:.1f}" if is_known and total == total else "?" for total in totals),
+        "; ".join(
+            "?" if math.isnan(x.total_bytes) or not is_known else f"{x.total_bytes:.1f}" for x in explained.optimizers
+        ),
         scale,
     )
 

@@ -36,6 +36,7 @@ _LOSSES = {
     torch.bfloat16: "to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; float32, or "
     'FusedAdam(state_dtype="bfloat16"), which rounds by random numbers',
 }
+_WITHOUT_MASTERS = "and no float32 values of them: what rounding took away is gone; ampkit's state_dict() is float32 at every level but O3"
 _OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weight
 
 
@@ -55,7 +56,12 @@ def print_report(path: str) -> int:
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
     others = {name: x for name, x in tensors.items() if name not in moments and name not in masters}
     weights = {name: x for name, x in others.items() if x.dim() and x.is_floating_point()}
-    lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]
+    second = {x.dtype for name, x in moments.items() if name.endswith("exp_avg_sq")}
+    of_moments = [f"second moments in {short(dtype)}: {words}" for dtype, words in _LOSSES.items() if dtype in second]
+    lost = [*_norms(weights), *of_moments]
+    lower = next((x.dtype for x in weights.values() if x.dtype in LOWER_PRECISION), None)
+    if lower is not None and moments and not masters:
+        lost.append(f"weights in {short(lower)} beside moments, {_WITHOUT_MASTERS}")
     rows = [
         ("weights", _dtypes(weights)),
         ("moments", _dtypes(moments)),
@@ -81,21 +87,6 @@ def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
             f"{total:,} of {elements:,} elements of norms are 1.0, where they began ({still[worst]:,} of {norms[worst].numel():,} "
             f"of {worst!r}). If this was trained: {short(dtype)} rounds updates of 1.0 below {torch.finfo(dtype).eps / 4:.1%} "
             "away; O5 and O2 train them"
-        )
-
-
-def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
-    for dtype in {x.dtype: None for name, x in moments.items() if name.endswith("exp_avg_sq")}:
-        if dtype in _LOSSES:
-            yield f"second moments in {short(dtype)}: {_LOSSES[dtype]}"
-
-
-def _without_masters(weights: Mapping[str, Tensor], moments: Any, masters: Any) -> Iterator[str]:
-    lower = [x for x in weights.values() if x.dtype in LOWER_PRECISION]
-    if lower and moments and not masters:
-        yield (
-            f"weights in {short(lower[0].dtype)} beside moments, and no float32 values of them: what rounding took away is gone; "
-            "ampkit's state_dict() is float32 at every level but O3"
         )
 
 

@@ -49,9 +49,7 @@ def observe(arguments: argparse.Namespace, watch: AbstractContextManager[Any]) -
 def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[str, ...]] | None:
     """Return the culprit and its cure; None if the exception has another cause."""
     call, failed = watch.failed or (None, None)
-    if call is None or failed is not error:
-        return None
-    if (cause := _two_dtypes(call, watch) or _too_large(call, str(error))) is None:
+    if call is None or failed is not error or (cause := _two_dtypes(call, watch) or _too_large(call, error)) is None:
         return None
     kind, text, cure, dtype = cause
     return Culprit(kind, text, **call.where(), dtype=dtype), (cure,)
@@ -67,8 +65,8 @@ def _two_dtypes(call: Call, watch: Finder) -> Any:
     return "two dtypes in one call", text, "convert one beside the call, x.to(y.dtype)", odd.dtype
 
 
-def _too_large(call: Call, message: str) -> Any:
-    if "without overflow" not in message:
+def _too_large(call: Call, error: Exception) -> Any:
+    if "without overflow" not in str(error):
         return None
     dtype = next((x.dtype for x in call.inputs() if x.dtype in LOWER_PRECISION), torch.float32)
     numbers = [float(x) for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, (int, float))]

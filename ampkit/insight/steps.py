@@ -40,9 +40,22 @@ class AroundStep:
 
     def __init__(self, optimizer: Any, function: str) -> None:
         self.optimizer = validation.optimizer(optimizer, function)
-        self._function, self._wrapper = function, wrapper_of(self.optimizer)
+        self._wrapper = wrapper_of(self.optimizer)
         self._patches, self._is_active = PatchSet(), True
-        self._put_around(self.optimizer.step)
+        original = self.optimizer.step
+
+        @functools.wraps(original)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
+                raise ConfigurationError(
+                    f"{function}() was called before initialize(), whose steps it cannot see. Call {function}() after initialize()."
+                )
+            with self.around():
+                return original(*args, **kwargs)
+
+        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 
     def around(self) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -51,21 +64,6 @@ class AroundStep:
         """Stop observing steps, and restore ``optimizer.step``."""
         self._is_active = False
         self._patches.restore()
-
-    def _put_around(self, original: Callable[..., Any]) -> None:
-        @functools.wraps(original)
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_active or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
-                raise ConfigurationError(
-                    f"{self._function}() was called before initialize(), whose steps it cannot see. Call {self._function}() "
-                    "after initialize()."
-                )
-            with self.around():
-                return original(*args, **kwargs)
-
-        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 
 
 def is_skipped(optimizer: Any) -> bool:

@@ -205,8 +205,9 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        settings = {name: getattr(arguments, name) for name in ("seconds", "steps", "levels", "float16")}
-        tuning = tune(arguments.factory, **settings)
+        tuning = tune(
+            **{name: getattr(arguments, name) for name in ("factory", "seconds", "steps", "levels", "float16")}
+        )
     except (ValueError, FileNotFoundError) as error:  # also for a name of no factory
         print(f"ampkit {error}", file=sys.stderr)
         return 2
