@@ -205,9 +205,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        tuning = tune(
-            **{name: getattr(arguments, name) for name in ("factory", "seconds", "steps", "levels", "float16")}
-        )
+        settings = {name: getattr(arguments, name) for name in ("factory", "seconds", "steps", "levels", "float16")}
+        tuning = tune(**settings)
     except (ValueError, FileNotFoundError) as error:  # also for a name of no factory
         print(f"ampkit {error}", file=sys.stderr)
         return 2
