@@ -36,7 +36,9 @@ _LOSSES = {
     torch.bfloat16: "to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; float32, or "
     'FusedAdam(state_dtype="bfloat16"), which rounds by random numbers',
 }
-_WITHOUT_MASTERS = "and no float32 values of them: rounding was lost; ampkit's state_dict() is float32 at every level but O3"
+_WITHOUT_MASTERS = (
+    "and no float32 values of them: what rounding took is gone; ampkit's state_dict() is float32, but for O3"
+)
 _OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weight
 
 
