@@ -26,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 
-from ampkit.insight.processes import GIVE_BACK, KEEP_FREED, Worker
+from ampkit.insight.processes import KEEP_FREED, Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 FEWER = ["float32", "autocast", "O1, fused", "O2, fused", "O5, fused"]  # where cells take long
@@ -34,6 +34,8 @@ WARM_UP = 10  # steps, the loss of whose last is noted
 TURN = 0.1  # seconds
 ROUNDS = 5, 40  # at least, at most
 STEPS_FOR_MEMORY = 3
+#: An environment for glibc in which freed memory is returned: kept memory hides the peak of a process.
+GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Cell:

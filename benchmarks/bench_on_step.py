@@ -22,14 +22,12 @@ from memory import keep_freed_memory
 import ampkit
 from ampkit.integrations.lost_updates import LostUpdates
 
-# The values that are read from each report; lost updates are measured at every step.
+# The values that are read from each report.
 READ = {
     "no on_step": None,
     "nothing": (),
     "loss_scale, skipped, grad_norm": ("loss_scale", "skipped", "grad_norm"),
     "the same, and norms": ("loss_scale", "skipped", "grad_norm", "norms"),
-    "underflow": ("underflow",),
-    "lost_updates": ("lost_updates",),
 }
 WARM_UP = 3
 
@@ -71,11 +69,7 @@ def timed(case, way, values):
     """Seconds of one step, while these values of its report are read."""
     watch = None
     if values is not None:
-        watch = ampkit.on_step(
-            way.optimizers[0],
-            lambda report: [getattr(report, value) for value in values],
-            updates_every=int("lost_updates" in values),
-        )
+        watch = ampkit.on_step(way.optimizers[0], lambda report: [getattr(report, value) for value in values])
     synchronize(case)
     start = time.perf_counter()
     case.step(way, lambda phase: None)

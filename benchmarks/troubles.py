@@ -339,8 +339,8 @@ TROUBLES = {
     "a frozen teacher in bfloat16": Trouble(
         "t = self.teacher[0](x)",
         "t = self.teacher[0](x.to(self.teacher[0].weight.dtype))",
-        "a frozen model in another precision",
-        "x.to(its dtype)",
+        "two dtypes in one call",
+        "x.to(y.dtype)",
         init="self.teacher = [nn.Linear(8, 4).bfloat16().requires_grad_(False)]",
         forward=f"{BODY}\n{{here}}\nreturn self.head(h) + 0 * t.to(h.dtype)",
     ),

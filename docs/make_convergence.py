@@ -74,11 +74,11 @@ def cell(column: Column, precision: str, found: dict[str, dict[int, float]]) -> 
 
 
 def table(columns: list[Column]) -> str:
-    found = [values(column) for column in columns]
-    titles = [f"{column.title}; {len(its.get('float32', ()))} seeds" for column, its in zip(columns, found)]
+    by_column = [values(column) for column in columns]
+    titles = [f"{column.title}; {len(its.get('float32', ()))} seeds" for column, its in zip(columns, by_column)]
     rows = [["", *titles], ["---"] * (1 + len(columns))]
     for precision, name in ROWS.items():
-        cells = [cell(column, precision, its) for column, its in zip(columns, found, strict=True)]
+        cells = [cell(column, precision, its) for column, its in zip(columns, by_column, strict=True)]
         if any(cells):
             rows.append([name, *cells])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)

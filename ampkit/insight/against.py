@@ -14,16 +14,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtypes import LOWER_PRECISION
-from .evidence import largest, readable
+from .evidence import readable
 from .repeating import Repetition
 from .watching import Call, Place, Watch, address, cast, place, tensors_in
 from .words import short
 
 #: An error makes a row if it is this many times the error of the inputs plus one rounding.
 _EXCESS = 4.0
-
-#: A sum that is smaller than this times the number of its terms times the largest term is rounding error, in float32 too.
-_NOTHING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,12 @@ class Difference(Place):
 class Comparison:
     """The relative errors of ``loss`` and ``gradient`` against float32; ``rows`` are the lines that made them, the worst first.
 
-    ``print`` it. ``gradients`` has the relative error for each parameter, in order of first use.
+    ``print`` it.
     """
 
     operations: int
     loss: float
     gradient: float
-    gradients: tuple[float, ...]
     rows: tuple[Difference, ...]
 
     def __bool__(self) -> bool:
@@ -72,9 +68,8 @@ def compare(iteration: Callable[[], Any]) -> Comparison:
     Repetition(shadows).run(iteration)
     off = sum(float((grad - exact).square().sum()) for grad, exact in shadows.gradients) ** 0.5
     size = sum(float(exact.square().sum()) for _, exact in shadows.gradients) ** 0.5
-    errors = tuple(distance(grad, exact) for grad, exact in shadows.gradients)
     rows = tuple(sorted(shadows.rows.values(), key=lambda row: (row.excess == row.excess, -row.excess)))  # NaN first
-    return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, errors, rows)
+    return Comparison(shadows.operations, max(shadows.losses, default=0.0), off / size if size else 0.0, rows)
 
 
 class _Shadows(Watch):
@@ -130,25 +125,17 @@ class _Shadows(Watch):
         return out
 
     def _note(self, call: Call, out: torch.Tensor, shadow: torch.Tensor, of_inputs: float) -> None:
+        if call.backward and out.squeeze().dim() < 2:  # that of a bias before a norm is nothing but rounding
+            return
         error, inputs = distance(out, shadow), call.inputs()
         eps = max((torch.finfo(x.dtype).eps for x in (out, *inputs) if x.is_floating_point()), default=0.0)
         excess = error / (of_inputs + eps) if eps else 0.0
-        if excess < _EXCESS or _is_rounded_zero(call, shadow, inputs):
+        if excess < _EXCESS:
             return
         key = call.site, call.function, call.backward
         if key not in self.rows or excess > self.rows[key].excess:
             errors = {"error": error, "error_of_inputs": of_inputs, "excess": excess}
             self.rows[key] = Difference(**call.where(), dtype=out.dtype, **errors)
-
-
-def _is_rounded_zero(call: Call, exact: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    """Whether the result is a sum that is 0 except for rounding, as the gradient of a bias before a batch norm."""
-    is_of_bias = call.op is torch.ops.aten.convolution_backward.default and exact.dim() == 1
-    floating = [x for x in inputs if x.is_floating_point() and x.numel()]
-    if not exact.numel() or not (is_of_bias or len(floating) == 1):
-        return False
-    terms = max(1.0, floating[0].numel() / exact.numel())
-    return largest(exact) <= _NOTHING * terms * largest(floating[0])
 
 
 def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,8 @@ from ..registry import current_session
 from ..scripts import running
 from . import files
 from .explain import Explanation, ModuleRow, explain, known
-from .observed import in_words, observe
-from .record.arithmetic import product_of
+from .observed import observe
+from .record.arithmetic import product_of, tensor_cores
 from .record.reasons import EXACT, Regions
 from .repeating import unwatched
 from .sites import look
@@ -40,9 +41,8 @@ from .watching import Call, Enough, Watch, address, tensors_in
 from .words import collapsed, columns, pattern, percent, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
-#: A script whose optimizers do not step ends after this many forward or backward passes per requested iteration.
-_PASSES = 50
-_TENSOR_CORE = 8
+#: A script whose optimizers do not step ends after this many forward and backward passes per requested iteration.
+_PASSES = 100
 #: Functions that clip gradients, or compute their norm for clipping: they are wrong for gradients that are not unscaled yet.
 _CLIPPING = {
     "torch.nn.utils.clip_grad_norm_",
@@ -52,6 +52,7 @@ _CLIPPING = {
     "torch.Tensor.clamp_",
     "torch.Tensor.clip_",
 }
+_NO_GRADIENTS = "no backward pass has reached the optimizer: make it last, over model.parameters() of the loss's model"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -72,9 +73,9 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
         return files.print_report(arguments.target)
     observer = Observer(arguments.iterations)
-    code, error = observe(arguments, observer.watching())
-    if error is not None and (words := in_words(error)):
-        observer.note(words)
+    code, error = observe(arguments, observer)
+    if "No inf checks were recorded" in str(error):  # by torch's GradScaler
+        observer.note(_NO_GRADIENTS)
     if code == 0 or observer.roots:
         lines, has_mistakes = report(arguments.target, observer)
         code = int(has_mistakes)
@@ -86,7 +87,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
 
 
 class Observer(Watch, logging.Handler):
-    """A record of what a script did while `watching`, for ``iterations`` steps. ampkit's warnings are among its ``mistakes``."""
+    """A record of what a script did inside of ``with``, for ``iterations`` steps. ampkit's warnings are among its ``mistakes``."""
 
     sources = (forwards, steps, calls_of_torch)
 
@@ -95,31 +96,29 @@ class Observer(Watch, logging.Handler):
         logging.Handler.__init__(self, logging.WARNING)
         self.iterations = iterations
         self.steps: dict[Any, int] = {}  # by optimizer
-        self.backward_passes = self.forward_passes = 0
+        self.passes = 0  # forward and backward, before the first step
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
         self.products = _Products()
         self.as_it_is: Explanation | None = None  # after the latest step, when moments exist
         self.standstill = Standstill()
         self._initialized: list[nn.Module] = []
-        self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
         self.not_cast: Counter[str] = Counter()
         self.mistakes: dict[str, None] = {}
         self.does = "float32"  # the precision that the script itself uses, in words
         self._enough = False
         self.unregistered: dict[nn.Module, str] = {}  # submodules that no model has registered, and their lines
-        self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()}
+        self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
+        self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules() if rule.kind in self.casts}
         self._regions = Regions()
         self._is_scaled = self.has_scaler = False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with PatchSet() as patches:
-            patches.enter_context(self)
-            self._regions.watch(patches)
-            logger.addHandler(self)
-            patches.callback(logger.removeHandler, self)
-            with _Calls(self):
-                yield
+    def __enter__(self) -> Any:
+        patches = self._listening.enter_context(PatchSet())
+        self._regions.watch(patches)
+        logger.addHandler(self)
+        patches.callback(logger.removeHandler, self)
+        self._listening.enter_context(_Calls(self))
+        return super().__enter__()
 
     @property
     def models(self) -> list[nn.Module]:
@@ -169,18 +168,12 @@ class Observer(Watch, logging.Handler):
             return
         self.as_it_is = explain(self.models, list(self.steps))
         if "autocast" not in self.does:
-            self.does = "float32"
             owners = [*map(params_of, self.steps), *(model.parameters() for model in self.models)]
-            params = [param for params in owners for param in params]
-            has_float32 = any(param.dtype is torch.float32 for param in params)
-            reported = LOWER_PRECISION if has_float32 else (*LOWER_PRECISION, *EXACT)
-            dtypes = [short(dtype) for dtype in reported if any(param.dtype is dtype for param in params)]
-            trained = {short(param.dtype) for param in params if param.requires_grad}
-            if lower := [dtype for dtype in dtypes if dtype in trained]:
-                self.does = f"weights in {lower[0]}"
-            elif dtypes:
-                self.does = f"{'float32, beside ' * has_float32}frozen weights in {dtypes[0]}"
-            else:
+            dtypes = {param.dtype for params in owners for param in params}
+            others = [short(dtype) for dtype in (*LOWER_PRECISION, *EXACT) if dtype in dtypes]
+            beside = "float32, beside " * (torch.float32 in dtypes)
+            self.does = f"{beside}weights in {others[0]}" if others else "float32"
+            if not others:
                 self._tell_of_own_casts()
 
     def _tell_of_own_casts(self) -> None:
@@ -188,8 +181,9 @@ class Observer(Watch, logging.Handler):
         if lower := [short(dtype) for dtype in LOWER_PRECISION if dtype in self.products.dtypes]:
             self.does += f", with casts of its own: products in {lower[0]}"
 
-    def _pass(self, count: int) -> None:
-        self._enough = self._enough or count >= _PASSES * self.iterations
+    def _pass(self) -> None:
+        self.passes += not self.steps
+        self._enough = self._enough or self.passes >= _PASSES * self.iterations
 
     # Operators, modules and functions
 
@@ -216,9 +210,8 @@ class Observer(Watch, logging.Handler):
             if is_new and not self.steps:
                 with _unobserved():
                     self._look()
-            self.forward_passes += next(module.parameters(), None) is not None
-            if not self.backward_passes:
-                self._pass(self.forward_passes)
+            if next(module.parameters(), None) is not None:
+                self._pass()
         elif module not in self.modules and any(param.requires_grad for param in module.parameters()):
             self.unregistered.setdefault(module, str(look()[0]))
         if not torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters(recurse=False)):
@@ -230,15 +223,16 @@ class Observer(Watch, logging.Handler):
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
-        self.standstill.note_call(function, args, kwargs)
-        is_data = getattr(function, "__self__", None) is torch.Tensor.data
+        is_data = (
+            getattr(getattr(function, "__self__", None), "__name__", "") == "data"
+        )  # which a session may have patched
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])
         region = self._regions.innermost if current_session() is None else None
         if region is not None and region.enabled and region.dtype is not None:
             self.does = f"torch.autocast in {short(region.dtype)}"
         rule = self._rules.get(function)
-        if rule is None or rule.kind not in self.casts:
+        if rule is None:
             return
         tensors = [x for x in args if isinstance(x, Tensor)]
         if tensors and not any(x.dim() for x in tensors):  # 0-dim tensors, as torch's GradScaler uses them
@@ -248,7 +242,7 @@ class Observer(Watch, logging.Handler):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
             return
         self.casts[rule.kind][rule.name] += 1
-        if rule.kind is not CastKind.LOWER_PRECISION_FP:
+        if rule.kind is CastKind.FP32:
             return
         if region is not None and not region.enabled:
             self.not_cast[f"{rule.name} inside torch.autocast(enabled=False)"] += 1
@@ -265,8 +259,7 @@ class Observer(Watch, logging.Handler):
 
     def backward_begins(self, _: Sequence[Any]) -> None:
         self._end_if_enough()
-        self.backward_passes += 1
-        self._pass(self.backward_passes)
+        self._pass()
 
     def block_begins(self, loss: Tensor, scaler: Any) -> None:
         self._is_scaled = current_session() is None
@@ -286,12 +279,12 @@ class _Calls(TorchFunctionMode):
 
 
 class _Products:
-    """A count of FLOPs of forward passes: the total, and for sizes that are no multiples of 8, by the paths of the modules."""
+    """A count of FLOPs of forward passes: the total, and by verdict those that Tensor Cores cannot run in lower precision."""
 
     def __init__(self) -> None:
         self.flops = 0
         self.dtypes: set[torch.dtype] = set()
-        self.off: dict[tuple[int, bool], Counter[str]] = {}  # by size, and whether it is a number of rows
+        self.off: dict[str, Counter[str]] = {}  # by verdict, and by the paths of modules
 
     def note(self, call: Call, out: Any) -> None:
         formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
@@ -301,21 +294,19 @@ class _Products:
         self.flops += product.flops
         if any(x.requires_grad for x in call.inputs()):  # data may be prepared in any precision
             self.dtypes.add(made.dtype)
-        for size, is_rows in dict.fromkeys([(product.rows, True), *((size, False) for _, size in product.sizes)]):
-            if size % _TENSOR_CORE and not (is_rows and size < _TENSOR_CORE):
-                self.off.setdefault((size, is_rows), Counter())[of] += product.flops
+        if (verdict := tensor_cores(torch.bfloat16, product.sizes)) != "yes":
+            self.off.setdefault(verdict, Counter())[of] += product.flops
 
     def in_words(self) -> str:
         """Return the sizes to pad, most FLOPs first."""
         if not self.flops:
             return "no matrix product that a level casts"
         lines = []
-        for (size, is_rows), flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+        for verdict, flops in sorted(self.off.items(), key=lambda item: -item[1].total())[:4]:
+            size, _, change = verdict.removeprefix("no: ").partition(" is no multiple of 8; ")
             kinds = dict.fromkeys(map(pattern, flops))
             of = ", ".join(collapsed({path for path in flops if pattern(path) == kind}) for kind in kinds)
-            words = f"{size} rows" if is_rows else f"{size} in {of}"
-            share = percent(flops.total() / self.flops)
-            lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
+            lines.append(f"{size} in {of}: {change} ({percent(flops.total() / self.flops)} of the work)")
         return "; ".join(lines + [f"and {len(self.off) - 4} more sizes"] * (len(self.off) > 4))
 
 
@@ -340,26 +331,31 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
-        all_bytes = _bytes_beside(seen.as_it_is, models, optimizers)
-        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", all_bytes))
+        held = {param for x in optimizers for param in params_of(x)}
+        holds_copies = held.isdisjoint(
+            param for model in models for param in model.parameters()
+        )  # which the script made
+        table.append(
+            _row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", is_known=not holds_copies)
+        )
     is_exact = bool(models) and all(x.dtype is torch.float64 for model in models for x in known(model.parameters()))
     if not is_exact:
         table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]
     if len(optimizers) == 1:
         table += _in_8_bits(models, optimizers[0])
     lines += columns(table)
-    lower_calls, float32_calls = seen.casts.values()
     not_cast = [f"{reason} ({n}x)" for reason, n in seen.not_cast.most_common(4)]
     standing = [*seen.standstill.reasons(models), *_unregistered(seen)]
     none = "none seen" + ", but see what is not trained" * bool(standing)
+    to_lower, to_float32 = (", ".join(f"{name} {n}x" for name, n in x.most_common(4)) for x in seen.casts.values())
     rows = [
-        ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
+        ("cast", f"to lower precision {to_lower or 'nothing'}; to float32 {to_float32 or 'nothing'}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         ("not cast", "; ".join(not_cast) or "none"),
         *[("levels", "all but O0 refuse a model in float64: call model.float() first")] * is_exact,
         *(("gradients", words) for words in _wide_gradients(optimizers) if not is_exact),
         *(("not trained", reason) for reason in standing),
-        ("shapes", seen.products.in_words() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
+        ("shapes", seen.products.in_words() or "all multiples of 8, as matrix units of GPUs want them"),
         *(("mistake", mistake) for mistake in mistakes or [none]),
     ]
     return [*lines, "", *columns(rows)], bool(mistakes)
@@ -375,30 +371,20 @@ def _unregistered(seen: Observer) -> Iterator[str]:
             yield f"a {kind} that runs at {site}: no model has it as a part; nn.ModuleList keeps what a list hides"
 
 
-def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
+def _row(name: str, explained: Explanation, scale: str, is_known: bool = True) -> tuple[str, ...]:
     weights = {x.storage: f"{short(x.storage)}{' + 16-bit rest' * x.has_rest}" for x in explained.modules}
     lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
     lower += [words for words in weights.values() if torch.float32 not in weights]
     steps = [f"{x.kind}: {x.step}" + f" ({x.reason})" * x.step.startswith("over") for x in explained.optimizers]
-    totals = [all_bytes] if all_bytes is not None else [x.total_bytes for x in explained.optimizers]
     return (
         name,
         lower[0] if lower else "float32",
         "; ".join(steps) or "none",
-        "; ".join(f"{total:.1f}" if total == total else "?" for total in totals),
+        "; ".join(
+            "?" if math.isnan(x.total_bytes) or not is_known else f"{x.total_bytes:.1f}" for x in explained.optimizers
+        ),
         scale,
     )
-
-
-def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> float | None:
-    """Return the bytes per parameter if an optimizer steps over copies that the script made; else None."""
-    held = {param for x in optimizers for param in params_of(x)}
-    trained = {param for model in models for param in model.parameters() if param.requires_grad}
-    lower_copies = [param for param in trained - held if param.dtype in LOWER_PRECISION]
-    if not optimizers or not lower_copies or held & trained:
-        return None
-    step_bytes = sum(x.total_bytes * x.parameters for x in explained.optimizers)
-    return (step_bytes + sum(2 * param.nbytes for param in lower_copies)) / sum(param.numel() for param in trained)
 
 
 def _wide_gradients(optimizers: Sequence[Any]) -> Iterator[str]:
@@ -425,11 +411,6 @@ def _in_8_bits(models: Sequence[nn.Module], optimizer: Any) -> list[tuple[str, .
     )
     weights = alone[1] + " + 16-bit rest" * (torch.bfloat16 in dtypes)
     return [(*at_o5[:2], words, *at_o5[3:]), (alone[0], weights, words, *alone[3:])]
-
-
-def _most(calls: Counter[str]) -> str:
-    shown = ", ".join(f"{name} {count}x" for name, count in calls.most_common(4))
-    return f"{shown}{', ...' * (len(calls) > 4)}" or "nothing"
 
 
 def _kept(rows: Sequence[ModuleRow]) -> str:

@@ -26,54 +26,42 @@ from .words import short
 
 #: The gradient of the loss if everything runs in another dtype: gradients of tensors that stay float16 must not overflow.
 _SMALL = 2.0**-24
-
-
-@dataclass(frozen=True)
-class Cure:
-    """A change that made loss and gradients finite: ``setting`` as code, ``text`` in words."""
-
-    text: str
-    setting: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.text}" if self.setting else self.text
+IN_BFLOAT16 = "bfloat16 (O4 or O5 without cast_model_type=)"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """The result of `diagnose` after ``operations`` operators; ``bool(diagnosis)`` says whether it found anything.
 
-    ``given`` names tensors that were not finite before the iteration. ``iteration`` is that of a script, from 1. ``print`` it.
+    ``cures`` are changes that made loss and gradients finite, as code or in words. ``iteration`` is that of a script, from
+    1. ``print`` it.
     """
 
     operations: int
     loss_scale: float | None = None
     culprit: Culprit | None = None
-    cures: tuple[Cure, ...] = ()
-    given: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
     iteration: int | None = None
     note: str = ""
 
     def __bool__(self) -> bool:
-        return self.culprit is not None or bool(self.given)
+        return self.culprit is not None
 
     def __str__(self) -> str:
         at = "" if self.loss_scale in (None, 1.0) else f" at loss scale {self.loss_scale:g}"
-        if not self:
+        if (culprit := self.culprit) is None:
             return f"nothing found in {self.operations} operations{at}" + (f"; {self.note}" if self.note else "")
-        lines = [f"{GIVEN}: {name}" for name in self.given]
-        if (culprit := self.culprit) is not None:
-            lines.append(f"{culprit.kind}{' in backward' * culprit.backward}{at}")
-            rows = {
-                "line": culprit.site and f"{culprit.site}  {culprit.source}".rstrip(),
-                "function": culprit.op and f"{culprit.function} ({culprit.op}), {short(culprit.dtype)}",
-                "module": culprit.module,
-                "numbers": culprit.evidence,
-                "batch": ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows))),
-            }
-            lines += [f"  {label:<9} {text}" for label, text in rows.items() if text]
-            lines += [f"  cure      {cure}" for cure in self.cures]
-            lines += [f"  {line}" for line in self.note.splitlines()]
+        rows = {
+            "line": culprit.site and f"{culprit.site}  {culprit.source}".rstrip(),
+            "function": culprit.op and f"{culprit.function} ({culprit.op}), {short(culprit.dtype)}",
+            "module": culprit.module,
+            "numbers": culprit.evidence,
+            "batch": ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", culprit.rows))),
+        }
+        lines = [f"{culprit.kind}{' in backward' * culprit.backward}{at}"]
+        lines += [f"  {label:<9} {text}" for label, text in rows.items() if text]
+        lines += [f"  cure      {cure}" for cure in self.cures]
+        lines += [f"  {line}" for line in self.note.splitlines()]
         return "\n".join(lines)
 
 
@@ -120,19 +108,19 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
             raise ValueError(f"diagnose: against={against!r} is not accepted: expected 'fp32' or None.")
         return compare(iteration)
     finder = Finder()
-    run = finder.run(iteration)
+    run = Repetition(finder).run(iteration)
     culprit, cures = finder.culprit, []
-    if culprit is not None and culprit.kind != GIVEN and not finder.given:
+    if culprit is not None and culprit.kind != GIVEN:
         trials = Trials(iteration, run)
         if cures := of_scale(trials, run):
             culprit = replace(culprit, kind=SCALE)
         else:
             if run.scale is not None and run.scale > run.floor:
                 at_floor = Finder()  # the first overflow at a high loss scale may be harmless
-                at_floor.run(iteration, run.floor / run.scale)
+                Repetition(at_floor, run.floor / run.scale).run(iteration)
                 culprit = at_floor.culprit or culprit
             cures = of_precision(trials, culprit)
-    return Diagnosis(finder.operations, run.scale, culprit, tuple(cures), tuple(finder.given))
+    return Diagnosis(finder.operations, run.scale, culprit, tuple(cures))
 
 
 # Cures
@@ -187,11 +175,7 @@ class Trials:
         most = math.floor(math.log2(self.scale / self._first.floor))
         if most < 1 or not self.is_finite(trial(), 2.0**-most):
             return None
-        fails, works = 0, most
-        while works - fails > 1:
-            middle = fails + 1 if fails == 0 else (fails + works) // 2  # a single halving is the most likely answer
-            fails, works = (fails, middle) if self.is_finite(trial(), 2.0**-middle) else (middle, works)
-        return self.scale * 2.0**-works
+        return next(self.scale / 2**n for n in range(1, most + 1) if n == most or self.is_finite(trial(), 0.5**n))
 
     def scoped(self, applies: Callable[[Call], bool]) -> str | None:
         """Return the text of a cure by float32 for some of the operators; None if float32 does not help."""
@@ -208,35 +192,29 @@ def has_session() -> bool:
     return any(session.plan.enabled and session.plan.casts_calls for session in live_sessions)
 
 
-def in_bfloat16() -> str:
-    """Return the words for a change from float16 to bfloat16: another level with a session, else another dtype."""
-    if has_session():
-        return "bfloat16 (O4 or O5 without cast_model_type=)"
-    return "torch.bfloat16 for torch.float16 (with ampkit: O4 or O5)"
-
-
-def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
+def of_scale(trials: Trials, first: Repetition) -> list[str]:
     lower = trials.lower_scale()
     if lower is None:
         return []
     if first.backoff is None:
-        return [Cure("finite, tried", f"loss_scale={lower:g}")]
+        return [f"loss_scale={lower:g}: finite, tried"]
     steps = math.ceil(math.log(trials.scale / lower) / -math.log(first.backoff) - 1e-9)
-    return [Cure(f"harmless: finite at {lower:g}; the scale is found within {steps} step{'' if steps == 1 else 's'}")]
+    return [f"harmless: finite at {lower:g}; the scale is found within {steps} step{'' if steps == 1 else 's'}"]
 
 
-def of_precision(trials: Trials, culprit: Culprit) -> list[Cure]:
+def of_precision(trials: Trials, culprit: Culprit) -> list[str]:
     if not trials.everywhere(torch.float32):
         hint = HINTS.get(culprit.kind)
-        return [Cure("float32 fails too: the model, not the precision" + (f"; {hint}" if hint else ""))]
+        return ["float32 fails too: the model, not the precision" + (f"; {hint}" if hint else "")]
     cures = []
     if (text := trials.scoped(lambda call: call.function == culprit.function)) is not None:
         has_row = active_casting() is not None and culprit.function.startswith("torch.")
         row = f'policy={{"{culprit.function}": "fp32"}}' if has_row else f"{culprit.function} in float32"
-        cures.append(Cure(text, row))
+        cures.append(f"{row}: {text}")
     path = f"{culprit.module}."
     if culprit.module and (text := trials.scoped(lambda call: f"{call.module}.".startswith(path))) is not None:
-        cures.append(Cure(text, f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"))
+        change = f'keep_fp32=["{culprit.module}"]' if has_session() else f"{culprit.module} in float32"
+        cures.append(f"{change}: {text}")
     if culprit.dtype is torch.float16 and trials.everywhere(torch.bfloat16):
-        cures.append(Cure("finite, tried", in_bfloat16()))
-    return cures or [Cure("float32 is finite, no smaller change was, tried")]
+        cures.append(f"{IN_BFLOAT16}: finite, tried")
+    return cures or ["float32 is finite, no smaller change was, tried"]

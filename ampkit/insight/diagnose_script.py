@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import forwards, steps
 from ..iteration.block import calls_of_torch
+from ..patching import PatchSet
 from ..scripts import running
-from .diagnose import Cure, Diagnosis, in_bfloat16
-from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SCALE, SPIKE, is_finite, largest
+from .diagnose import IN_BFLOAT16, Diagnosis
+from .evidence import DIVERGES, DIVISION, ENDS_OF_GROWTH, HINTS, LOG, OVERFLOW, SPIKE, is_finite, largest
 from .finder import Culprit, Finder
 from .observed import culprit_of, observe
 from .repeating import rule_of, unwatched
@@ -83,16 +84,13 @@ class ScriptFinder(Finder):
         self.iteration = 1
         self._after, self._path, self._in_a_row, self._descents = after, path, 0, 0
         self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, with their arguments, in this iteration
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scale: float | None = None  # the loss scale, if there is one
         self._floor = 0.0  # the lowest loss scale
         self._falls = self._is_loss_finite = self._is_saved = False
         self._loss: torch.Tensor | None = None  # before it is multiplied by the loss scale
-        self._trend = Trend()
+        self._trend, self._bad = Trend(), ""
         self._gradient_origins: dict[int, Culprit | None] = {}  # their origins by address, during a step
-        self._bad = ""  # words on the latest gradients that were not finite
         self._first: Any = None
-        self._before: Any = None  # the state to save, before a step that may ruin it
 
     # Events of the script
 
@@ -101,20 +99,15 @@ class ScriptFinder(Finder):
         if call.site is not None:
             self._trend.operator(call, sizes, (is_origin and origin.needed) or 0.0, self._scale or 1.0)
 
-    def on_module(self, module: nn.Module) -> None:
-        """Skip the check of parameters and buffers: values that are not finite are found at the line that uses them."""
+    def __enter__(self) -> Any:
+        if self._path is not None:
+            self._listening.enter_context(PatchSet()).put_around(nn.Module, "__call__", self._call)
+        return super().__enter__()
 
-    def forward_begins(self, module: nn.Module, args: Any) -> None:
-        if not self.is_inside and self._path is not None:
-            self._calls.append((module, args, {}))
-            if module not in self._hooked:  # keyword arguments of this first call are not known
-                self._hooked.add(module)
-                module.register_forward_pre_hook(self._note_keywords, with_kwargs=True)
-        super().forward_begins(module, args)
-
-    def _note_keywords(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._calls and self._calls[-1][0] is module:
-            self._calls[-1] = module, args, kwargs
+    def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_inside:
+            self._calls.append((module, args, kwargs))
+        return original(module, *args, **kwargs)
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> None:
         with unwatched():
@@ -123,9 +116,6 @@ class ScriptFinder(Finder):
         self._falls = backoff is not None
 
     def step_begins(self, optimizer: Any) -> None:
-        if self.culprit is not None:
-            with unwatched():
-                self._before = self._state()
         with unwatched():
             self._trend.step(params_of(optimizer))
             grads = [address(param.grad) for param in params_of(optimizer) if param.grad is not None]
@@ -141,20 +131,19 @@ class ScriptFinder(Finder):
                 self._stop(self.culprit)
         for x in self._gradient_origins:
             self._origins.pop(x, None)
-        self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
         self._calls.clear()
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
-        self._in_bfloat16 = in_bfloat16()
         losses, self._loss = tensors_in(roots) if self._loss is None else [self._loss], None
         with unwatched():
             self.on_loss(tensors_in(roots))
             if len(losses) == 1 and losses[0].numel() == 1 and not losses[0].is_complex():
                 self._trend.loss(look()[0], float(losses[0].detach()))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
+            self._save()
             # A step by hand may have ruined weights with gradients that were not finite: their culprit is the cause.
             self._stop(earlier or self.culprit)
 
@@ -168,14 +157,14 @@ class ScriptFinder(Finder):
         if self.culprit is None:
             self._in_a_row = 0
         elif self._fits_at(self.culprit) is None:
-            self._in_a_row = max(0, self._in_a_row) + 1
+            self._in_a_row += 1
+            self._save()  # before a step that may ruin the weights
             where = self._trend.grown() or f"at {self.culprit.site}  {self.culprit.source}: {self.culprit.evidence}"
             self._bad = f"the gradients of iteration {self.iteration} fit at no loss scale: {where}"
             if self._in_a_row == self._after:
                 self._stop(self.culprit)
         else:
-            self._in_a_row, self._descents = -1, self._descents + 1
-            self._last = self.culprit, self._scale
+            self._in_a_row, self._descents = 0, self._descents + 1
             if grown := self._trend.grown():
                 self._bad = f"in iteration {self.iteration} they grew {grown}"
 
@@ -193,17 +182,12 @@ class ScriptFinder(Finder):
     # The diagnosis
 
     def at_the_end(self) -> Diagnosis:
-        culprit = self.culprit if self._in_a_row > 0 else None
         with unwatched():
-            culprit = self._cause(culprit)
+            culprit = self._cause(self.culprit if self._in_a_row else None)
         if culprit is not None:
             return self._diagnosis(culprit)
-        if self._in_a_row < 0:
-            culprit, self._scale = self._last
-            text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
-            return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
         note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
-        saved = f"nothing was saved to {self._path}" * (self._path is not None)
+        saved = f"nothing was saved to {self._path}" * (self._path is not None and not self._is_saved)
         return Diagnosis(self.operations, self._scale, note="; ".join(filter(None, (note, self._bad, saved))))
 
     def _cause(self, culprit: Culprit | None) -> Culprit | None:
@@ -223,10 +207,10 @@ class ScriptFinder(Finder):
         if is_of_model and not is_finite_too:
             hint = f"it happens in {short(culprit.dtype)}: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
-            change = f"{self._in_bfloat16}, " * (culprit.dtype is torch.float16)
+            change = f"{IN_BFLOAT16}, " * (culprit.dtype is torch.float16)
             hint = f"{change}float32 for the function, or {hint}"
         is_of_model |= is_finite_too
-        cures = (Cure(hint if is_of_model else f"not tried: {hint}"),) if hint else ()
+        cures = (hint if is_of_model else f"not tried: {hint}",) if hint else ()
         iteration = self._trend.spiked_at if culprit.kind == SPIKE else self.iteration if culprit.op else None
         note = []
         if self._in_a_row == self._after:
@@ -244,20 +228,16 @@ class ScriptFinder(Finder):
     def _stop(self, culprit: Culprit) -> None:
         with unwatched():
             cause = self._cause(culprit) or culprit
-            if cause.kind != SPIKE:
-                self._save(self._before)
         self.found = self._diagnosis(cause)
         raise Enough
 
-    def _save(self, state: Any = None) -> None:
-        if self._path is not None:
-            torch.save(state or self._state(), self._path)
-            self._is_saved = True
-
-    def _state(self) -> Any:
-        if self._path is None:
-            return None
+    def _save(self) -> None:
+        """Save this iteration: the batch, and weights that no step of it has changed. A spike is not replaced by what follows."""
+        if self._path is None or self._trend.spiked_at not in (0, self.iteration):
+            return
         models = dict.fromkeys(module for module, _, _ in self._calls)
         calls = [(args, kwargs) for _, args, kwargs in self._calls]
         state = {"iteration": self.iteration, "models": [x.state_dict() for x in models], "calls": calls}
-        return tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state)
+        with unwatched():
+            torch.save(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state), self._path)
+        self._is_saved = True

@@ -39,7 +39,6 @@ _MOMENTS = {
     **dict.fromkeys(("Adagrad", "FusedAdagrad"), lambda group: 1),
     **dict.fromkeys(("SGD", "FusedSGD"), lambda group: bool(group.get("momentum"))),
 }
-_MOST_ROWS = 40
 
 
 @dataclass(frozen=True)
@@ -90,14 +89,11 @@ class Explanation:
     optimizers: tuple[OptimizerRow, ...]
 
     def __str__(self) -> str:
-        shown = self.modules[:_MOST_ROWS]
         rows = [("module", "number", "parameters", "stored in", "why float32")]
-        for row in shown:
+        for row in self.modules:
             named = row.name or "(the model)", f"{row.modules} {row.kind}", f"{row.parameters:,}"
             rows.append((*named, short(row.storage) + " + rest" * row.has_rest, row.kept or ""))
-        lines = [self.title, *(["", *columns(rows, right=(2,))] if shown else ())]
-        if len(shown) < len(self.modules):
-            lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
+        lines = [self.title, *(["", *columns(rows, right=(2,))] if self.modules else ())]
         if self.optimizers:
             rows = [("optimizer", "parameters", "float32 values", "step", "bytes per parameter")]
             for x in self.optimizers:

@@ -6,7 +6,6 @@ It reads ``.safetensors``, files of ``torch.save`` (``weights_only``), and folde
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import re
 import sys
@@ -28,18 +27,18 @@ _SAFETENSORS = {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
 }
-#: The tool that wrote a file, by a key in it.
-_TOOLS = (
-    (r"loss_scaler\d+\.(loss_scale|unskipped)", "ampkit, or Apex (amp.state_dict())"),
-    (r"fp32_from_fp16|fp32_groups_flat", "FP16_Optimizer of Apex, which has float32 masters"),
-    (r"pytorch-lightning_version", "Lightning"),
-    (r"ds_version|single_partition_of_fp32_groups|base_optimizer_state", "DeepSpeed"),
-    (r"_growth_tracker", "torch.amp.GradScaler"),
-)
-_SCALES = re.compile(r"(^|\.)(loss_scaler\d*\.loss_scale|scale|cur_scale|loss_scale)$")
 _MOMENT = re.compile(r"\.?(exp_avg|exp_avg_sq|momentum_buffer|max_exp_avg_sq)$")
 _NORM = re.compile(r"(norm|ln|bn)[^.]*\.weight$|(norm|ln_?f|ln_?\d)\.(weight|scale|gamma)$", re.IGNORECASE)
 _MASTERS = re.compile(r"master|fp32|float32|\.rest$", re.IGNORECASE)
+#: Losses of second moments in lower precision.
+_LOSSES = {
+    torch.float16: "those below 6e-8 are 0, and updates, divided by their root, far too large there; keep them in float32",
+    torch.bfloat16: "to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; float32, or "
+    'FusedAdam(state_dtype="bfloat16"), which rounds by random numbers',
+}
+_WITHOUT_MASTERS = (
+    "and no float32 values of them: what rounding took is gone; ampkit's state_dict() is float32, but for O3"
+)
 _OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weight
 
 
@@ -54,30 +53,23 @@ def print_report(path: str) -> int:
     except NotRead as error:
         print(f"ampkit check: {error}", file=sys.stderr)
         return 2
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for name, value in leaves:
-        (tensors if isinstance(value, Tensor) else numbers)[name] = value
+    tensors = {name: value for name, value in leaves if isinstance(value, Tensor)}
     moments = {name: x for name, x in tensors.items() if _MOMENT.search(name)}
     masters = {name: x for name, x in tensors.items() if _MASTERS.search(name) and x.dtype in _OF_MASTERS}
-    weights = {name: x for name, x in tensors.items() if name not in moments and name not in masters and x.dim()}
-    weights = {name: x for name, x in weights.items() if x.is_floating_point()}
-    draws = any(name.endswith(".seed") for name in numbers)  # of ampkit's optimizers, beside narrow moments
-    lost = [*_norms(weights), *_moments(moments, draws), *_without_masters(weights, moments, masters)]
-    keys = [*tensors, *numbers]
-    tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
-    scales = [
-        f"{float(x):g} ({name})"
-        for name, x in numbers.items()
-        if _SCALES.search(name) and isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-    ]
-    scales += [f"{x.item():g} ({name})" for name, x in tensors.items() if _SCALES.search(name) and x.numel() == 1]
+    others = {name: x for name, x in tensors.items() if name not in moments and name not in masters}
+    weights = {name: x for name, x in others.items() if x.dim() and x.is_floating_point()}
+    second = {x.dtype for name, x in moments.items() if name.endswith("exp_avg_sq")}
+    if any(name.endswith(".seed") for name, _ in leaves):  # ampkit's optimizers round narrow moments by random numbers
+        second.discard(torch.bfloat16)
+    of_moments = [f"second moments in {short(dtype)}: {words}" for dtype, words in _LOSSES.items() if dtype in second]
+    lost = [*_norms(weights), *of_moments]
+    lower = next((x.dtype for x in weights.values() if x.dtype in LOWER_PRECISION), None)
+    if lower is not None and moments and not masters:
+        lost.append(f"weights in {short(lower)} beside moments, {_WITHOUT_MASTERS}")
     rows = [
         ("weights", _dtypes(weights)),
         ("moments", _dtypes(moments)),
         ("masters", _dtypes(masters) if masters else "none by their names"),
-        ("loss scale", "; ".join(scales[:4]) or "none"),
-        ("written by", "; ".join(tools) or "no tool that leaves a mark"),
         *(("lost", words) for words in lost or ["nothing seen"]),
     ]
     print("\n".join([f"{path}: {len(tensors)} tensors", "", *columns(rows)]))
@@ -99,36 +91,6 @@ def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
             f"{total:,} of {elements:,} elements of norms are 1.0, where they began ({still[worst]:,} of {norms[worst].numel():,} "
             f"of {worst!r}). If this was trained: {short(dtype)} rounds updates of 1.0 below {torch.finfo(dtype).eps / 4:.1%} "
             "away; O5 and O2 train them"
-        )
-
-
-def _moments(moments: Mapping[str, Tensor], draws: bool) -> Iterator[str]:
-    lower = {name: x for name, x in moments.items() if x.dtype in LOWER_PRECISION}
-    squares = {name: x for name, x in lower.items() if name.endswith("exp_avg_sq")}
-    zeros = total = 0
-    for name, x in squares.items():
-        first = moments.get(name.removesuffix("_sq"))
-        if first is not None and x.dtype is torch.float16:
-            is_updated = first != 0
-            zeros, total = zeros + int((is_updated & (x == 0)).sum()), total + int(is_updated.sum())
-    if zeros:
-        yield (
-            f"second moments in float16 are 0 in {percent(zeros / total)} of the elements that have a first moment: updates there, "
-            "which are divided by their root, are far too large; keep moments in float32"
-        )
-    if not draws and any(x.dtype is torch.bfloat16 for x in squares.values()):
-        yield (
-            "second moments in bfloat16: to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; "
-            'float32, or FusedAdam(state_dtype="bfloat16"), which rounds by random numbers'
-        )
-
-
-def _without_masters(weights: Mapping[str, Tensor], moments: Any, masters: Any) -> Iterator[str]:
-    lower = [x for x in weights.values() if x.dtype in LOWER_PRECISION]
-    if lower and moments and not masters:
-        yield (
-            f"weights in {short(lower[0].dtype)} beside moments, and no float32 values of them: what rounding took away is gone; "
-            "ampkit's state_dict() is float32 at every level but O3"
         )
 
 

@@ -8,7 +8,6 @@ operator that makes NaN of a mask is a new origin. The origin of the loss, or of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..registry import live_sessions
 from .evidence import DOMAIN, GIVEN, MASK, explain, is_finite, largest, readable
-from .repeating import Repetition
 from .watching import STATISTICS, Call, Place, Watch, address, arguments_written, tensors_in
 
 # Operators that overwrite a tensor without reading it.
@@ -50,33 +47,11 @@ class Finder(Watch):
         super().__init__()
         self.operations = 0
         self.culprit: Culprit | None = None
-        self.given: list[str] = []
         self._origins: dict[int, Culprit | None] = {}
         self._widened: dict[int, torch.dtype] = {}  # results of casts to a wider dtype, and the dtype before
         self._mask: Culprit | None = None  # the first mask, for a loss that is -inf for no other reason
         self._batch = 0  # batch size of the latest call of a model
         self.failed: tuple[Call, Exception] | None = None
-
-    def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
-        for session in live_sessions:
-            for param, state in (item for optimizer in session.optimizers for item in optimizer.state.items()):
-                named = ((f"{name!r} of the optimizer for {session.name_of(param)}", x) for name, x in state.items())
-                self._note_given((name, x) for name, x in named if isinstance(x, torch.Tensor))
-        run = Repetition(self, factor)
-        run.run(iteration)
-        return run
-
-    # Before the iteration
-
-    def on_module(self, module: nn.Module) -> None:
-        self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
-        buffers = [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
-        self._note_given(pair for pair in buffers if is_finite(pair[1]) or not _is_mask(pair[1]))
-
-    def _note_given(self, tensors: Any) -> None:
-        for name, tensor in tensors:
-            if not is_finite(tensor):
-                self.given.append(f"{name} has {_count_non_finite(tensor)}")
 
     # Each operator
 
@@ -133,7 +108,8 @@ class Finder(Watch):
         """Return the origin of an input that is not finite. If no operator made it, the input is the origin; a mask has none."""
         key = address(tensor)
         if key not in self._origins:
-            text = f"a tensor of shape {tuple(value.shape)}, {value.dtype}, that this line uses, has {_count_non_finite(value)}"
+            words = f"{self.name_of(tensor) or 'a tensor'} of shape {tuple(value.shape)}, {value.dtype}"
+            text = f"{words}, that this line uses, has {_count_non_finite(value)}"
             self._origins[key] = None if _is_mask(value) else self._new(call, GIVEN, text, None, value)
         return self._origins[key]
 

@@ -38,10 +38,8 @@ def facts() -> list[tuple[str, str]]:
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads}"),
     ]
-    for i in range(torch.cuda.device_count()):
-        lines.append((f"cuda:{i}", torch.cuda.get_device_name(i)))
-    if torch.cuda.device_count() == 0:
-        lines.append(("GPU", "none visible"))
+    gpus = [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
+    lines += gpus or [("GPU", "none visible")]
     lines.append(("kernels", f"{kernels.name}: {kernels.why}"))
     if kernels.name == "extension":
         lines += [

@@ -11,10 +11,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: Environments for glibc, read when a process starts; mallopt() would keep no block of more than 32 MB. If a process returns
-#: freed memory, later page faults disturb the measured times. If it keeps the memory, its peak is hidden.
+#: An environment for glibc, read when a process starts; mallopt() would keep no block of more than 32 MB. If a process returns
+#: freed memory, later page faults disturb the measured times.
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
-GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class WorkerError(Exception):

@@ -41,7 +41,7 @@ class Repetition(Listener):
         self.factor, self.seed, self.floor = factor, seed, 2.0**-14
         self.scale: float | None = None
         self.backoff: float | None = None
-        self._watch, self._on_module = watch, watch.on_module
+        self._watch = watch
         self._has_run_backward = False
         self._undo = PatchSet()
         self._params: dict[torch.Tensor, None] = {}  # whose gradients are removed
@@ -49,7 +49,7 @@ class Repetition(Listener):
         self._made: set[int] = set()  # addresses of tensors that are made in the iteration
         self._copied: set[tuple[Any, ...]] = set()  # places of tensors that are copied
 
-    def run(self, iteration: Callable[[], Any]) -> None:
+    def run(self, iteration: Callable[[], Any]) -> Repetition:
         with self._undo as undo:
             drop_casts()
             undo.callback(drop_casts)
@@ -63,6 +63,7 @@ class Repetition(Listener):
                 if not self._has_run_backward:
                     with unwatched():
                         self._watch.on_loss(tensors_in(result))
+        return self
 
     def keep(self, param: torch.Tensor) -> None:
         """Remove the gradient of a leaf until the end of the run."""
@@ -76,7 +77,6 @@ class Repetition(Listener):
         if module in self._modules:
             return
         self._modules.update(module.modules())
-        self._on_module(module)
         for param in module.parameters():
             self.keep(param)
         for part in module.modules():

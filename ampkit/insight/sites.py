@@ -15,7 +15,6 @@ import sysconfig
 import types
 from dataclasses import dataclass
 from itertools import islice
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -107,12 +106,6 @@ def _owner(file: str) -> str:
         return "stdlib"
     path = os.path.realpath(file)
     return next((name for name, folder in _FOLDERS.items() if path.startswith(folder)), "user")
-
-
-def look_at(traceback: types.TracebackType | None) -> Site | None:
-    """Return the user's innermost line in a traceback."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
-    return next((_site(*line) for line in reversed(lines) if _owner(line[0]) not in _PASSED_OVER), None)
 
 
 def hide_observers(error: BaseException) -> None:

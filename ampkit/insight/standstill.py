@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,18 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import LOWER_PRECISION
-from ..sharding import gathered, is_sharded, local
+from ..sharding import is_sharded, local
 from .sites import Site, look
 from .updates import SAMPLE, Weights, some
 from .words import short
 
 _MANY_LOST = 0.5
-#: Norms that subtract a mean, and so any bias before them: position, name and default of the argument that switches it on.
-_SUBTRACT = {"batch_norm": (5, "training", False), "instance_norm": (5, "use_input_stats", True)}
-_KEEP_CHANNELS = ("View", "UnsafeView", "ToCopy", "Transpose", "Permute")
-_SUBTRACTED = (
-    "the norm behind subtracts it, so that its gradient is 0 and it cannot move: bias=False is what people write"
-)
 _ZERO = (
     "every gradient is 0: a factor of 0, a function that is flat there (round, a dead ReLU, a saturated sigmoid), or zero_grad() "
     "before step()"
@@ -34,14 +27,12 @@ class Standstill:
 
     def __init__(self) -> None:
         self.cuts: dict[str, None] = {}  # lines that detach tensors from the graph, with their source
-        #: Lost updates and all updates of each parameter, by optimizer class and dtype (None for parameters in `_subtracted`).
-        self.lost: dict[tuple[str, torch.dtype | None], dict[Tensor, tuple[int, int]]] = {}
+        #: Lost updates and all updates of each parameter, by optimizer class and dtype.
+        self.lost: dict[tuple[str, torch.dtype], dict[Tensor, tuple[int, int]]] = {}
         self._why: dict[Tensor, list[str | None]] = {}  # at each step, the reason why it could not change
         self._had_gradient: set[Tensor] = set()
         self._ever_had: set[Tensor] = set()
         self._first: dict[Tensor, Tensor] = {}  # a sample of each parameter, before the first step
-        self._before_norm: dict[Tensor, Tensor] = {}  # biases before a norm, each with the weight of its layer
-        self._subtracted: set[Tensor] = set()  # biases before a norm whose gradient is only rounding
         self._current_why: dict[Tensor, str | None] = {}  # `_why` of this step
         self._backward = self._step = ""
         self._weights: Weights
@@ -51,17 +42,6 @@ class Standstill:
         if site is not None and (words == "no_grad()" or words.strip(".()") in site.source):
             self.cuts.setdefault(f"{words} at {site}: {site.source}")
 
-    def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
-        place, name, default = _SUBTRACT.get(getattr(function, "__name__", ""), (0, "", False))
-        if name and (args[place] if len(args) > place else kwargs.get(name, default)):
-            x = args[0] if args else kwargs.get("input")
-            node = _before_views(x.grad_fn) if isinstance(x, Tensor) else None
-            if node is not None and node.name().startswith(("Convolution", "Addmm")):
-                leaves = [_before_views(edge, "TBackward") for edge, _ in node.next_functions]
-                pair = {leaf.variable.dim() == 1: leaf.variable for leaf in leaves if hasattr(leaf, "variable")}
-                if len(pair) == 2 and pair[True].numel() == x.shape[1]:  # else a view has split the channels
-                    self._before_norm[pair[True]] = pair[False]
-
     def backward_ends(self, params: Iterable[Tensor]) -> None:
         self._had_gradient = {param for param in params if param.grad is not None}
         self._ever_had |= self._had_gradient
@@ -69,10 +49,6 @@ class Standstill:
 
     def step_begins(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
         self._step = str(look()[0])
-        # An optimizer has the sharded parameters of FSDP2.
-        held = {x.whole: x.param for model in models for x in gathered(model)}
-        pairs = [(held.get(bias, bias), held.get(weight, weight)) for bias, weight in self._before_norm.items()]
-        self._subtracted = {bias for bias, weight in pairs if _is_rounding(bias, weight)}
         for param in (param for model in models for param in model.parameters()):
             # A parameter class of a library, such as quantised weights, may have no readable elements.
             if param not in self._first and (type(param) is nn.Parameter or is_sharded(param)):
@@ -93,9 +69,7 @@ class Standstill:
             )
         if param.grad is None:
             return "no gradient"
-        if param in self._subtracted or param.grad.layout is not torch.strided or bool((param.grad != 0).any()):
-            return None
-        return _ZERO
+        return _ZERO if param.grad.layout is torch.strided and not bool((param.grad != 0).any()) else None
 
     def step_ends(self, optimizer: Any, is_taken: bool) -> None:
         self._had_gradient = set()
@@ -108,7 +82,6 @@ class Standstill:
         for weight in self._weights.list:
             if weight.name in counts:
                 dtype = weight.param.dtype if weight.rest is None else torch.float32
-                dtype = None if weight.param in self._subtracted else dtype
                 of_params = self.lost.setdefault((type(optimizer).__name__, dtype), {})
                 lost, total = of_params.get(weight.param, (0, 0))
                 of_params[weight.param] = lost + int(counts[weight.name][0]), total + int(counts[weight.name][1])
@@ -153,10 +126,9 @@ class Standstill:
                     why += f" a line takes the graph away: {'; '.join(list(self.cuts)[:3])}"
             yield why, always
         for (_, dtype), counts in self.lost.items():
-            many = [param for param, (lost, total) in counts.items() if lost > _MANY_LOST * total]
-            if dtype is None:
-                yield _SUBTRACTED, [*many, *(param for param in counts if not counts[param][1])]
-            elif dtype not in LOWER_PRECISION:
+            # The gradient of a bias before a norm, which subtracts it, is nothing but rounding: only matrices count.
+            many = [x for x, (lost, total) in counts.items() if x.dim() > 1 and lost > _MANY_LOST * total]
+            if dtype not in LOWER_PRECISION:
                 why = f"{short(dtype)} rounds their updates away, which are below 6e-8 of a weight: raise the learning rate"
                 yield f"{why}, unless a warm-up does", many
 
@@ -178,26 +150,6 @@ class Standstill:
                 yield f"{kind} updates weights in {short(dtype)}, which {small}; O5 and O2 train them in float32"
 
 
-def _is_rounding(bias: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient of the bias is 0 except for rounding. It is not if a residual connection bypasses the norm."""
-    gradients = [local(x.grad) for x in (bias, weight) if x.grad is not None]
-    if len(gradients) < 2 or not all(x.numel() for x in gradients):
-        return False
-    largest, beside = (x.abs().max() for x in gradients)
-    return bool(largest <= max(1e-4, 4 * torch.finfo(largest.dtype).eps) * beside)
-
-
-def _before_views(node: Any, *others: str) -> Any:
-    while node is not None and node.name().startswith((*_KEEP_CHANNELS, *others)):
-        node = node.next_functions[0][0]
-    return node
-
-
 def _names_in(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    kinds = Counter(type(model).__name__ for model in models)
-    names: dict[Tensor, str] = {}
-    for number, model in enumerate(models):
-        kind = type(model).__name__
-        of = f"model {number}: " if kinds[kind] > 1 else f"{kind}."
-        names |= {param: of * (len(models) > 1) + name for name, param in model.named_parameters()}
-    return names
+    named = [(number, *pair) for number, model in enumerate(models) for pair in model.named_parameters()]
+    return {param: f"model {number}: " * (len(models) > 1) + name for number, name, param in named}

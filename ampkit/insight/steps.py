@@ -24,7 +24,7 @@ from ..logs import logger, printable
 from ..optimizers.scales import moved_to
 from ..patching import PatchSet
 from ..registry import session_of, wrapper_of
-from ..sharding import is_sharded, local, norm_over_processes
+from ..sharding import is_sharded, norm_over_processes
 from .updates import Weight, Weights, named_params, to_host
 from .words import short
 
@@ -40,9 +40,22 @@ class AroundStep:
 
     def __init__(self, optimizer: Any, function: str) -> None:
         self.optimizer = validation.optimizer(optimizer, function)
-        self._function, self._wrapper = function, wrapper_of(self.optimizer)
+        self._wrapper = wrapper_of(self.optimizer)
         self._patches, self._is_active = PatchSet(), True
-        self._put_around(self.optimizer.step)
+        original = self.optimizer.step
+
+        @functools.wraps(original)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
+                raise ConfigurationError(
+                    f"{function}() was called before initialize(), whose steps it cannot see. Call {function}() after initialize()."
+                )
+            with self.around():
+                return original(*args, **kwargs)
+
+        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 
     def around(self) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -51,21 +64,6 @@ class AroundStep:
         """Stop observing steps, and restore ``optimizer.step``."""
         self._is_active = False
         self._patches.restore()
-
-    def _put_around(self, original: Callable[..., Any]) -> None:
-        @functools.wraps(original)
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_active or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
-                raise ConfigurationError(
-                    f"{self._function}() was called before initialize(), whose steps it cannot see. Call {self._function}() "
-                    "after initialize()."
-                )
-            with self.around():
-                return original(*args, **kwargs)
-
-        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
 
 
 def is_skipped(optimizer: Any) -> bool:
@@ -80,11 +78,11 @@ class StepReport:
     ``step`` counts steps from 1, skipped ones included.
     """
 
-    def __init__(self, optimizer: Any, step: int, weights: Weights | None = None) -> None:
-        self.step, self._optimizer, self._weights = step, optimizer, weights
+    def __init__(self, optimizer: Any, step: int) -> None:
+        self.step, self._optimizer = step, optimizer
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("_optimizer", "_weights"):
+        if name != "_optimizer":
             raise AttributeError(name)
         raise RuntimeError(
             "A value of the report was not read inside of f, and gradients may be others by now. Read it there."
@@ -103,76 +101,34 @@ class StepReport:
     @cached_property
     def grad_norm(self) -> float:
         """The Euclidean norm of all gradients as the step used them: unscaled, and clipped. NaN where it was skipped."""
-        if self.skipped:
-            return math.nan
-        return float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
+        return math.nan if self.skipped else math.hypot(*self.norms.values())
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """The norm of each gradient as the step used it, by name of the parameter; empty if skipped, as the following."""
-        return dict(zip(self._gradients(), torch.stack(self._norms).tolist(), strict=True)) if self._norms else {}
-
-    @cached_property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Float32 copies of the gradients on their devices, for histograms."""
-        return {
-            name: gradient.float() if factor is None else gradient.float() * moved_to(factor, gradient.device)
-            for name, (gradient, factor) in self._gradients().items()
-        }
-
-    @cached_property
-    def underflow(self) -> dict[str, float]:
-        """The share of a gradient's elements that were denormal in lower precision at the current loss scale, by name.
-
-        Denormal elements (without zeros) have lost digits, and smaller ones became 0: a growing share needs a higher loss scale.
-        """
-        session = session_of(self._optimizer)
-        dtype = session.plan.lower_precision if session is not None and session.plan.enabled else None
-        scale = self.loss_scale
-        shares = {}
-        for name, (gradient, _) in self._gradients().items():
-            scaled = local(values_of(gradient)).float().abs() * scale
-            is_denormal = (scaled > 0) & (scaled < torch.finfo(dtype or gradient.dtype).tiny)
-            shares[name] = is_denormal.float().mean()
-        return to_host(shares)
-
-    @cached_property
-    def lost_updates(self) -> dict[str, float] | None:
-        """The share of updates that rounding lost in this step, by name; None in steps that were not measured."""
-        if self._weights is None:
-            return None
-        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._weights.lost().items()})
-
-    def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Gradients by name, each with the clipping factor that the step applied itself, or None."""
+        """The norm of each gradient as the step used it, by name of the parameter; empty if it was skipped."""
         if self.skipped:  # its gradients are dropped
             return {}
-        wrapper, gradients = wrapper_of(self._optimizer), {}
-        clip = None if wrapper is None else wrapper.gradients.clip
-        mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.stored}
-        for name, param, _ in named_params(self._optimizer):
-            if param.grad is not None:
-                gradients[name] = param.grad, clip if param in mastered else None
-        return gradients
-
-    @cached_property
-    def _norms(self) -> list[torch.Tensor]:
-        gradients = list(self._gradients().values())
-        values = [values_of(gradient) for gradient, _ in gradients]
+        named = {name: param for name, param, _ in named_params(self._optimizer) if param.grad is not None}
+        values = [values_of(param.grad) for param in named.values()]
         if any(map(is_sharded, values)):
             norms = [norm_over_processes([value], 2.0).float() for value in values]
         else:
             norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
-        norms = [
-            norm if factor is None else norm * moved_to(factor, norm.device).reshape(())
-            for norm, (_, factor) in zip(norms, gradients)
-        ]
-        return [moved_to(norm, norms[0].device) for norm in norms]
+        wrapper = wrapper_of(self._optimizer)
+        if (
+            wrapper is not None and (clip := wrapper.gradients.clip) is not None
+        ):  # a factor that the step applies itself
+            stored = {slot.param for slot in wrapper.gradients.stored}
+            norms = [
+                norm * moved_to(clip, norm.device).reshape(()) if param in stored else norm
+                for param, norm in zip(named.values(), norms)
+            ]
+        return to_host(dict(zip(named, norms)))
 
 
 class _OnStep(AroundStep):
-    def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
-        self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
+    def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int) -> None:
+        self._f, self._every, self._steps = f, every, 0
         super().__init__(optimizer, "on_step")
 
     @contextmanager
@@ -181,28 +137,26 @@ class _OnStep(AroundStep):
         if self._steps % self._every:
             yield
             return
-        is_measured = self._updates_every and self._steps % self._updates_every == 0
-        report = StepReport(self.optimizer, self._steps, Weights(self.optimizer) if is_measured else None)
+        report = StepReport(self.optimizer, self._steps)
         yield
         try:
             with torch.no_grad():
                 self._f(report)
         finally:
-            del report._optimizer, report._weights
+            del report._optimizer
 
 
-def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:
+def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1) -> AroundStep:
     """Call ``f(report)`` after each ``optimizer.step()``, skipped ones included; ``remove()`` of what is returned ends it.
 
-    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients,
-    ``underflow``, and ``gradients`` for histograms. Nothing is computed that ``f`` does not read.
+    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients.
+    Nothing is computed that ``f`` does not read.
 
     >>> ampkit.on_step(optimizer, lambda report: print(report.step, report.loss_scale, report.skipped, report.grad_norm))
     1 32768.0 True nan
     2 32768.0 False 1.7320508
 
-    ``f`` is called at every ``every``-th step. At every ``updates_every``-th step ``report.lost_updates`` has the share of updates
-    that rounding lost, which takes a copy of the weights; at other steps it is None. Make it a multiple of ``every``.
+    ``f`` is called at every ``every``-th step.
 
     It works with any optimizer, at every level and without `initialize`; else call it after that. (Where a ``torch.amp.GradScaler``
     skips, it does not call the ``step`` of most optimizers, and there is no report.) Raises TypeError for what is no optimizer or
@@ -210,9 +164,9 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     """
     if not callable(f):
         raise TypeError(f"on_step expects a function that takes the report of a step, found {type(f).__name__}.")
-    if every < 1 or updates_every < 0:
-        raise ValueError(f"on_step: every={every}, updates_every={updates_every}; expected at least 1, and at least 0.")
-    return _OnStep(optimizer, f, every, updates_every)
+    if every < 1:
+        raise ValueError(f"on_step: every={every}; expected at least 1.")
+    return _OnStep(optimizer, f, every)
 
 
 class UpdateCheck(AroundStep):
@@ -240,7 +194,7 @@ class UpdateCheck(AroundStep):
         weights = Weights(self.optimizer) if is_measured else None
         yield
         with torch.no_grad():
-            if weights is not None and (lost := weights.lost()):
+            if weights is not None and not is_skipped(self.optimizer) and (lost := weights.counts()):
                 self._count(lost)
                 if self.steps >= _FIRST and not self._has_told:
                     self._tell()
@@ -273,11 +227,8 @@ def _cure(weight: Weight) -> str:
     dtype = weight.param.dtype
     if weight.rest is not None or dtype not in LOWER_PRECISION:
         return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
-    level = "O5" if dtype is torch.bfloat16 else "O2"
-    cost = "+2 bytes per parameter, and moments in float32"
-    cure = f'initialize(model, optimizer, opt_level="{level}") trains their float32 values ({cost})'
-    if dtype is torch.bfloat16:
-        cure += '; without these, rounding="stochastic" of ampkit.optimizers loses none on average'
+    cure = 'initialize(model, optimizer, opt_level="O5") trains their float32 values, for 2 bytes per parameter'
+    cure += '; rounding="stochastic" of ampkit.optimizers loses none on average' * (dtype is torch.bfloat16)
     return f"weights in {short(dtype)} without masters. {cure}."
 
 

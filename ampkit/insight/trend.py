@@ -1,6 +1,6 @@
 """`Trend`: the sizes of losses, weights, gradients and results of operators over the iterations of a script.
 
-It finds failures that float32 has too. Gradients spike at the operator whose result grew while its arguments did not. A run
+It finds failures that float32 has too. Gradients spike at the first operator whose result has grown with them. A run
 diverges if its losses and weights grow from one iteration to the next.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ import torch
 from .evidence import SPIKE, divisor_of, largest, subject
 from .finder import Culprit
 from .sites import Site
-from .watching import Call, address
+from .watching import Call
 
 #: Gradients spike if they are this many times the largest of all earlier iterations.
 _SPIKES = 1000.0
-#: A run diverges if losses and weights are this many times the first. An operator spikes if its result grows so beyond its inputs.
+#: A run diverges if losses and weights are this many times the first. A result has grown if it is so many times earlier ones.
 _RISES = 10.0
 #: A run that learns seldom has weights or gradients as large as this.
 _LARGE = 100.0
@@ -37,8 +38,7 @@ class Trend:
         self._weights: dict[torch.Tensor, float] = {}  # before the first step
         self._earlier: dict[Any, float] = {}  # the largest size of earlier iterations
         self._sizes: dict[Any, float] = {}
-        self._growth: dict[int, float] = {}  # of tensors of this iteration, by address
-        self._most: tuple[float, Call | None, str] = (_RISES, None, "")
+        self._grown: list[tuple[float, Culprit]] = []  # operators of this iteration whose results have grown
 
     def _grow(self, key: Any, size: float, is_finite: bool = True) -> float:
         if is_finite:
@@ -48,24 +48,15 @@ class Trend:
     def operator(self, call: Call, sizes: dict[torch.Tensor, float], needed: float, scale: float) -> None:
         """Note the sizes of an operator's results (``needed`` if not finite); a gradient is multiplied by the loss ``scale``."""
         key, unit = (call.site, call.op, call.module, call.backward), scale if call.backward else 1.0
-        written = {id(tensor) for tensor in call.written()}
-        grown = 1.0
-        for place, x in enumerate(call.inputs()):
-            if x.is_floating_point() and address(x) not in self._growth and id(x) not in written:
-                size = largest(x)
-                growth = self._growth[address(x)] = self._grow((key, place), size / unit)
-                if not x.requires_grad and growth > self._most[0]:  # a batch, which no operator of the iteration made
-                    self._most = growth, call, f"max |input| = {size:.4g}, which came with the batch"
-            grown = max(grown, self._growth.get(address(x), 1.0))
-        largest_made = max((size if math.isfinite(size) else needed for size in sizes.values()), default=0.0)
-        growth = self._grow(key, largest_made / unit, all(map(math.isfinite, sizes.values())))
-        self._growth.update((address(x), growth) for x in sizes if x.is_floating_point())
-        if growth / grown > self._most[0]:
-            text = f"max |result| of {subject(call)} is {largest_made:.4g}, {growth:.2g} times what it was"
+        result = max((size if math.isfinite(size) else needed for size in sizes.values()), default=0.0)
+        growth = self._grow(key, result / unit, all(map(math.isfinite, sizes.values())))
+        if growth > _RISES:
+            text = f"max |result| of {subject(call)} is {result:.4g}, {growth:.2g} times what it was"
             divisor = divisor_of(call.name, call.args)
             if divisor is not None and divisor.numel() and (smallest := float(divisor.abs().min())):
                 text = f"the smallest divisor is {smallest:.4g}"
-            self._most = growth / grown, call, text
+            dtype = next(x.dtype for x in sizes)
+            self._grown.append((growth, Culprit(SPIKE, text, **call.where(), dtype=dtype)))
 
     def loss(self, site: Site | None, value: float) -> None:
         self._losses.setdefault(site, []).append(value)
@@ -73,14 +64,14 @@ class Trend:
     def gradients(self, size: float, iteration: int) -> bool:
         """Whether gradients of this largest size are the first that spike. Gradients that are not finite never count."""
         growth = self._grow("gradients", size) if math.isfinite(size) else 0.0
-        most_growth, call, text = self._most
-        if self._iterations < _LEAST or growth < _SPIKES or size < _LARGE or call is None or self.spike is not None:
+        if self._iterations < _LEAST or growth < _SPIKES or size < _LARGE or self.spike is not None:
             return False
-        if most_growth**2 < growth or self._rise_of_weights() > _RISES:  # no single operator has caused it
+        # The first operator that has grown so much is the cause of what follows; without one, no single operator is.
+        culprit = next((culprit for grown, culprit in self._grown if grown**2 >= growth), None)
+        if culprit is None or self._rise_of_weights() > _RISES:
             return False
         times = f"gradients are {growth:.2g} times the largest of the {self._iterations} iterations before"
-        dtype = next(x.dtype for x in call.inputs() if x.is_floating_point())
-        self.spike, self.spiked_at = Culprit(SPIKE, f"{text}; {times}", **call.where(), dtype=dtype), iteration
+        self.spike, self.spiked_at = replace(culprit, evidence=f"{culprit.evidence}; {times}"), iteration
         return True
 
     def step(self, params: Iterable[torch.Tensor]) -> None:
@@ -92,8 +83,7 @@ class Trend:
             self._earlier[key] = max(self._earlier.get(key, 0.0), size)
         self._iterations += bool(self._sizes)
         self._sizes.clear()
-        self._growth.clear()
-        self._most = _RISES, None, ""
+        self._grown.clear()
 
     def _rise_of_weights(self) -> float:
         before = max(self._weights.values(), default=0.0)
@@ -114,7 +104,7 @@ class Trend:
         return ""
 
     def grown(self) -> str:
-        """Return in words where this iteration has grown most beyond earlier ones; empty without a spike."""
-        growth, call, text = self._most
-        is_known = call is not None and growth > _SPIKES and self._iterations >= _LEAST
-        return f"{growth:.2g}-fold at {call.site}  {call.site.source}: {text}" if is_known else ""
+        """Return in words the first operator of this iteration whose result has grown like a spike; empty if none has."""
+        has_earlier = self._iterations >= _LEAST
+        culprits = (x for growth, x in self._grown if growth > _SPIKES and has_earlier)
+        return next((f"at {x.site}  {x.source}: {x.evidence}" for x in culprits), "")

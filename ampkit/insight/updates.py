@@ -66,48 +66,24 @@ class Weights:
         rest = self._optimizer.state.get(param, {}).get("rest")  # none before the first step
         return self._sample(torch.zeros_like(param, dtype=torch.int16, requires_grad=False) if rest is None else rest)
 
-    def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the number of lost updates and of all updates of each parameter (int64, on its device), by name.
 
-        Empty if a gradient is not finite, since such a step is skipped. Waits for the device for that check.
+        Call it after a step that was not skipped.
         """
-        are_finite = {weight.name: gradient.isfinite().all() for weight, gradient in self._trained()}
-        return self.counts() if all(to_host(are_finite).values()) else {}
-
-    def counts(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the numbers of `lost` without a check of gradients, and without waiting for the device."""
         counts = {}
-        for trained in self._groups():
-            weights, gradients = zip(*trained)
-            after = _flat(self._sample(x.param.detach()) for x in weights)
-            stays = after == _flat(x.before for x in weights)
-            if weights[0].rest is not None:
-                stays &= _flat(self._rest_of(x.param) for x in weights) == _flat(x.rest for x in weights)
-            is_updated = _flat(gradients) != 0
-            sizes = [x.numel() for x in gradients]
-            for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
-                counts[weight.name] = lost.sum(), total.sum()
+        for weight in self.list:
+            gradient = weight.param.grad
+            if gradient is not None and not is_sparse(gradient):
+                is_updated = self._sample(gradient) != 0
+                stays = self._sample(weight.param.detach()) == weight.before
+                if weight.rest is not None:
+                    stays &= self._rest_of(weight.param) == weight.rest
+                counts[weight.name] = (stays & is_updated).sum(), is_updated.sum()
         return counts
-
-    def _trained(self) -> list[tuple[Weight, torch.Tensor]]:
-        gradients = ((weight, weight.param.grad) for weight in self.list)
-        return [(weight, self._sample(x)) for weight, x in gradients if x is not None and not is_sparse(x)]
-
-    def _groups(self) -> Iterable[list[tuple[Weight, torch.Tensor]]]:
-        """Group the weights for `counts`: each alone, or samples of the same dtypes and device together."""
-        groups: dict[Any, list[tuple[Weight, torch.Tensor]]] = {}
-        for weight, gradient in self._trained():
-            alike = weight.param.dtype, gradient.dtype, gradient.device, weight.rest is None
-            groups.setdefault(id(weight) if self._most is None else alike, []).append((weight, gradient))
-        return groups.values()
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor) if self._most is None else some(local(tensor), self._most)
-
-
-def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    found = list(tensors)
-    return found[0].reshape(-1) if len(found) == 1 else torch.cat(found)
 
 
 def some(tensor: torch.Tensor, most: int) -> torch.Tensor:

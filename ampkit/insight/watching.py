@@ -170,6 +170,15 @@ class Watch(TorchDispatchMode, Listener):
         buffers = (pair for module in list(self.modules) for pair in module.named_buffers(recurse=False))
         return [buffer for name, buffer in buffers if name in STATISTICS]
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter or buffer of a model that has run, or of its view (``Linear's 'weight'``); else ``""``."""
+        whole = tensor._base if tensor._is_view() else tensor
+        for module in list(self.modules):
+            for name, x in (*module._parameters.items(), *module._buffers.items()):
+                if x is whole:
+                    return f"{type(module).__name__}'s {name!r}"
+        return ""
+
     def __enter__(self) -> Any:
         self._listening.enter_context(listening(self, *self.sources))
         if "torch._dynamo" in sys.modules:  # a dispatch mode sees no operators of compiled code

@@ -95,19 +95,20 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
     for level, weights in (("O2", "bfloat16 + 16-bit rest"), ("O5", "float32")):
         assert weights in row(lines, level) and "AdamW: one pass" in row(lines, level)
         assert "14.0" in row(lines, level)
+    assert row(lines, "kept float32") == "at O2 3x a vector (layers.0-2); 3x a norm (layers.0-2.norm)"
+    assert row(lines, "not cast") == "at O2, O3 and O5 matmul outside of every module's forward (3x)"
     # 4 + 2 + 2.03, and 2 more for 1.7%: 8.06; and 4 + 4 + 2.03 where nothing makes gradients narrow.
     assert row(lines, "O5, int8").split()[-2:] == ["8.1", "none"]
     assert row(lines, "no level").split()[-2:] == ["10.0", "none"]
     # Seven layers, in two forwards of three iterations.
     assert row(lines, "cast").startswith("to lower precision linear 42x, matmul 3x; to float32 layer_norm 18x")
-    assert row(lines, "kept float32") == "at O2 3x a vector (layers.0-2); 3x a norm (layers.0-2.norm)"
-    assert row(lines, "not cast") == "at O2, O3 and O5 matmul outside of every module's forward (3x)"
-    shapes = row(lines, "shapes")
-    # A row goes through two forwards of 3 * 2 * 64 * 130 and 64 * 257 products, and 257 * 4: of 133,764 are 99,840 with 130.
-    assert shapes.startswith(
-        "81 rows: pad to 88 (100% of the work); 130 in layers.0-2.up, layers.0-2.down: pad to 136 (75%"
-    )
-    assert "257 in head, __matmul__: pad to 264 (25%" in shapes
+    # A row goes through two forwards of 3 * 2 * 64 * 130 and 64 * 257 products, and 257 * 4: of 133,764 are 49,920 with each 130.
+    assert row(lines, "shapes").split("; ") == [
+        "N = 130 in layers.0-2.up: pad it to 136 (37% of the work)",
+        "K = 130 in layers.0-2.down: pad it to 136 (37% of the work)",
+        "N = 257 in head: pad it to 264 (25% of the work)",
+        "K = 257 in __matmul__: pad it to 264 (0.77% of the work)",
+    ]
     assert row(lines, "mistake") == "none seen"
     assert len(lines) - 4 <= 18
 
@@ -225,7 +226,7 @@ def loss_of(): return (net(x).float() - 1).square().mean()
 WITHOUT_STEPS = {
     "net.bfloat16()(x.bfloat16())": "weights in bfloat16",
     "net.half()(x.half())": "weights in float16",
-    "net.requires_grad_(False).bfloat16()(x.bfloat16())": "frozen weights in bfloat16",
+    "net.requires_grad_(False).bfloat16()(x.bfloat16())": "weights in bfloat16",
     "net.double()(x.double())": "weights in float64",
     "net(x)": "float32",
 }
@@ -351,7 +352,7 @@ def test_copies_that_are_not_written_back_are_told(check):
     stays = MOVES["float32 copies of its own"].replace("param.copy_(own)", "pass")
     _, lines = check(TWO_LAYERS + stays)
     assert "no optimizer that stepped holds them" in row(lines, "not trained")
-    assert row(lines, "as it is").split()[-1] == "12.0"  # weights and gradients of 2 bytes each, and of 4 in the copies
+    assert row(lines, "as it is").split()[-1] == "?"  # the optimizer holds other tensors than the model
 
 
 #: Objects made between the optimizer and the loop; for each "not trained" line the parameters, and words of the reason.
@@ -402,7 +403,7 @@ for _ in range(3):
     beside(torch.randn(8, 9))
     optimizer.step()
 """)
-    assert row(lines, "shapes").startswith("9 in linear: pad to 16 (100% of the work)")
+    assert row(lines, "shapes").startswith("K = 9 in linear: pad it to 16 (100% of the work)")
 
 
 def test_a_lazy_module_that_was_never_called_has_no_part_in_figures(check):
@@ -422,34 +423,18 @@ optimizer = torch.optim.AdamW(model.parameters())
     assert "never.bias, never.weight, norm.bias, norm.weight: no gradient reaches them" in row(lines, "not trained")
 
 
-AROUND = "type('Around', (nn.Sequential,), {'forward': lambda self, y: y + self[0](y)})"
-#: Ways to make a model whose layer ends in a norm of the batch; names of biases that cannot move.
-NORMED = {
-    "a convolution": ("nn.Conv2d(1, 4, 2)", "nn.BatchNorm2d(4)", "x.view(9, 1, 3, 2)", "0.bias"),
-    "a linear layer": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4)", "x", "0.bias"),
-    "a norm of each sample": ("nn.Conv1d(1, 4, 3)", "nn.InstanceNorm1d(4)", "x[:, None]", "0.bias"),
-    "a norm by its running mean": ("nn.Linear(6, 4)", "nn.BatchNorm1d(4).eval()", "x", ""),
-    "a norm of each row": ("nn.Linear(6, 4)", "nn.LayerNorm(4)", "x", ""),
-    "a residual around it": ("nn.Linear(6, 4)", f"{AROUND}(nn.BatchNorm1d(4))", "x", ""),
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", NORMED)
-def test_a_bias_that_a_norm_subtracts_is_said_to_stand_still_for_good(check, case, dtype):
-    layer, norm, arguments, names = NORMED[case]
+@pytest.mark.parametrize("rate, names", [("1e-4", ""), ("1e-12", "0.weight, 1.weight, 3.weight")])
+def test_a_bias_that_a_norm_subtracts_is_not_said_to_stand_still(check, rate, names):
+    """Its gradient is rounding alone, and its updates vanish at any rate: only matrices are told of."""
     script = f"""
 torch.manual_seed(0)
-net, x = nn.Sequential({layer}, {norm}).to(torch.{dtype}), torch.randn(9, 6, dtype=torch.{dtype})
-optimizer = torch.optim.SGD(net.parameters(), 1e-4)
-def loss_of(out): return (out * torch.linspace(-2, 2, out.numel()).view_as(out)).sum()
+net, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(9, 6)
+optimizer = torch.optim.SGD(net.parameters(), {rate})
 """
-    _, lines = check(script + LOOP.format(loss=f"loss_of(net({arguments}).float())"))
+    _, lines = check(script + LOOP.format(loss="(net(x) - 1).square().sum()"))
     found = [line.removeprefix("not trained").strip() for line in lines if line.startswith("not trained")]
-    assert [line for line in found if ("bias=False" if names else "learning rate") in line] == found
     assert [line.partition(":")[0] for line in found] == [names] * bool(names), lines
-    if dtype == "bfloat16":
-        assert f"{names or 'none'!r}; O5" not in row(lines, "mistake")
+    assert all("raise the learning rate" in line for line in found)
 
 
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
@@ -463,3 +448,5 @@ optimizer = torch.optim.AdamW(net.parameters())
     _, lines = check(script + LOOP.format(loss=f"net(frozen(torch.ones(8, 16, dtype=torch.{dtype})).float()).sum()"))
     assert row(lines, "as it is").split()[-1] == f"{(width + 16) / 2:.1f}"
     assert row(lines, "no level").split()[-2] == f"{(width + 8 + 2 + 4 / 128) / 2:.1f}"
+    uses = "float32" + ", beside weights in bfloat16" * (dtype == "bfloat16")
+    assert any(f"the script uses {uses}." in line for line in lines)

@@ -82,8 +82,7 @@ def test_norms_that_never_moved_are_found_in_every_format(write, check, tmp_path
 @pytest.mark.parametrize(
     "dtype, words",
     [
-        # 1e-9 is below half of 6e-8, the smallest float16: one of three with a first moment.
-        (torch.float16, "second moments in float16 are 0 in 33% of the elements that have a first moment"),
+        (torch.float16, "second moments in float16: those below 6e-8 are 0"),
         (torch.bfloat16, "second moments in bfloat16: to nearest they lose updates of less than 0.2%"),
         (torch.float32, None),
     ],
@@ -106,7 +105,7 @@ def test_what_a_level_saves_has_lost_nothing(level, state_dtype, check, tmp_path
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
     torch.save(saved, tmp_path / "all.pt")
     code, printed, _ = check(tmp_path / "all.pt")
-    assert code == 0 and "128 (amp.loss_scaler0.loss_scale)" in printed and "written by  ampkit" in printed
+    assert code == 0 and "nothing seen" in printed
 
 
 def test_rests_that_an_optimizer_saves_complete_its_weights(check, tmp_path):
@@ -114,7 +113,7 @@ def test_rests_that_an_optimizer_saves_complete_its_weights(check, tmp_path):
     moments["state"][0]["rest"] = torch.zeros(4, dtype=torch.int16)
     torch.save({"model": {"w": torch.ones(4).bfloat16()}, "optimizer": moments}, tmp_path / "all.pt")
     code, printed, _ = check(tmp_path / "all.pt")
-    assert code == 0 and "masters     4 elements: int16 100%" in printed
+    assert code == 0 and "masters  4 elements: int16 100%" in printed
 
 
 class Runs:

@@ -16,13 +16,6 @@ def test_alone_it_prints_help(capsys):
     assert all(name in printed and brief in printed for name, (brief, _) in COMMANDS.items())
 
 
-def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
-    with pytest.raises(SystemExit) as exited:
-        main(["inform"])
-    assert exited.value.code == 2
-    assert "invalid choice: 'inform'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_runs(command, capsys):
     with pytest.raises(SystemExit) as exited:

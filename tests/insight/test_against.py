@@ -50,7 +50,6 @@ def test_a_cancellation_is_the_worst_line_and_the_errors_are_those_of_two_runs(l
     # Autograd rounds the gradient of a leaf in bfloat16 once more: by less than 2**-8.
     assert report.gradient == pytest.approx(float((narrow - exact).norm() / exact.norm()), abs=2.0**-8)
     assert report.gradient > 0.03
-    assert report.gradients == (pytest.approx(report.gradient, rel=1e-6),)  # of the only parameter
 
     forward = [row for row in report.rows if not row.backward]
     assert {row.function for row in forward} >= {"torch.Tensor.__sub__"}

@@ -61,7 +61,7 @@ SCRIPTS = {
     # 1e4 times the scale: 4e4 is the largest such below 65504. After ten iterations the scale is 64.
     "skips": (
         loop(10, "y = model(torch.ones(1, 4)).float() * 1e4", O1, BLOCK),
-        *(10, 0, ["the loss scale itself in backward", "script.py:9", "ends at 65504", "finite at loss scale 4,"]),
+        *(10, 0, ["nothing found in ", "at loss scale 128", "the loss scale fell 10 times"]),
     ),
     # From 32 * 65536, the gradient of the bias, to 32 * 1024.
     "a descent that ends": (
@@ -134,7 +134,6 @@ FAILS = """
     torch.manual_seed(0)
     model, frozen = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16().requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    traced = torch.jit.trace(lambda x: torch.mm(x, torch.eye(8, dtype=x.dtype)), (torch.ones(4, 8),))
     for i in range(3):
         y = model(torch.ones(4, 8))
         if i == 1:
@@ -148,18 +147,16 @@ FAILS = """
 FAILURES = [
     ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
     ("y = model(y.double())", "two dtypes in one call", ["float64 (4, 8)", "Linear's 'weight'", "x.to(y.dtype)"]),
-    ("y = traced(y.bfloat16())", "a traced function", ["bfloat16 (4, 8), float32 (8, 8)", "trace it"]),
-    ("y = torch.vmap(nn.BatchNorm1d(8))(y[None])", "batch norm under vmap", ["replace_all_batch_norm_modules_"]),
-    ("y = y @ frozen.weight.to(torch.float8_e4m3fn)", "weights of one byte", ["float8_e4m3fn", "w.to(x.dtype)"]),
+    ("y = frozen(y)", "two dtypes in one call", ["bfloat16 (8, 8) (Linear's 'weight')", "x.to(y.dtype)"]),
 ]
 
 
 @pytest.mark.parametrize("line, kind, words", FAILURES, ids=[line for line, _, _ in FAILURES])
 def test_an_exception_has_a_culprit(line, kind, words, written, capsys):
-    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+    with pytest.raises(RuntimeError):
         main(["diagnose", written(textwrap.dedent(FAILS).lstrip().format(line=line), model="")])
     printed = capsys.readouterr().out
-    assert printed.startswith(kind) and "script.py:10" in printed and "# here" in printed and "iteration 2" in printed
+    assert printed.startswith(kind) and "script.py:9" in printed and "# here" in printed and "iteration 2" in printed
     assert [word for word in words if word not in printed] == [], printed
 
 
@@ -215,35 +212,20 @@ def test_a_script_that_fails_shows_the_frames_that_plain_python_shows(tool, line
     assert not re.findall('File ".*ampkit', printed) and str(observed.value) == str(plain.value)
 
 
-#: Ways in which a script gets float16 or bfloat16, and the advised change to bfloat16.
-OF_TORCH, OF_AMPKIT = (
-    "torch.bfloat16 for torch.float16 (with ampkit: O4",
-    "bfloat16 (O4 or O5 without cast_model_type=)",
-)
-CHANGES = {
-    "autocast": ("with torch.autocast('cpu', torch.float16):", "", OF_TORCH),
-    "weights in float16": ("if True:", "model.half(); x = x.half()", OF_TORCH),
-    "ampkit": ("if True:", O1, OF_AMPKIT),
-    "bfloat16": ("with torch.autocast('cpu', torch.bfloat16):", "x = x * 1e32", ""),
-}
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_the_cure_of_an_overflow_fits_the_script(case, written, capsys):
-    region, before, change = CHANGES[case]
+@pytest.mark.parametrize("dtype, factor", [("float16", 1.0), ("bfloat16", 1e32)])
+def test_the_cure_of_an_overflow_is_bfloat16_where_it_is_float16(dtype, factor, written, capsys):
     script = f"""
-        x = torch.ones(3, 4) * 1e3
-        {" ".join(before.split())}
+        x = torch.ones(3, 4) * 1e3 * {factor}
         for _ in range(9):
-            {region}
+            with torch.autocast("cpu", torch.{dtype}):
                 loss = (model(x) * 1e3).float().mean()
             optimizer.zero_grad(); loss.backward(); optimizer.step()
     """
     path = written(script, MODEL.replace("0.1)", "0.1); torch.nn.init.constant_(model.weight, 25.0)"))
     assert main(["diagnose", path]) == 1
     (cure,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  cure")]
-    assert cure.removeprefix("  cure      not tried: ").startswith(change or "float32 for the function"), cure
-    assert ("bfloat16" in cure) == bool(change)
+    change = "bfloat16 (O4 or O5 without cast_model_type=), " * (dtype == "float16")
+    assert cure.startswith(f"  cure      not tried: {change}float32 for the function, or bring"), cure
 
 
 SPIKES = """

@@ -54,8 +54,3 @@ def test_a_script_that_ends_early_is_told_of(record):
     assert code == 0 and "1 iteration:" in out
     code, _, err = record(TRAINS, "1")
     assert code == 1 and "the script ended before the 2. step of an optimizer" in err
-
-
-def test_settings_that_make_no_sense_are_refused(record):
-    code, _, err = record(TRAINS, "1", options=["--iterations", "0"])
-    assert code == 2 and "--iterations 0 is not accepted: expected at least 1" in err

@@ -44,7 +44,7 @@ def train(model, optimizer, steps=1, scale=1.0, clip=None):
 
 
 def read(report):
-    names = ("step", "loss_scale", "skipped", "grad_norm", "norms", "lost_updates")
+    names = ("step", "loss_scale", "skipped", "grad_norm", "norms")
     return {name: getattr(report, name) for name in names}
 
 
@@ -59,7 +59,7 @@ def test_norms_are_those_of_unscaled_gradients(level, maker):
     for report in reports:
         assert report["norms"] == pytest.approx(NORMS, rel=1e-6)
         assert report["grad_norm"] == pytest.approx(math.hypot(*NORMS.values()), rel=1e-6)
-        assert (report["skipped"], report["lost_updates"]) == (False, None)
+        assert report["skipped"] is False
         assert report["loss_scale"] == (65536.0 if level in ("O1", "O2") else 1.0)
 
 
@@ -99,12 +99,11 @@ def test_beside_torchs_grad_scaler_norms_are_unscaled_too(fused):
 def test_norms_are_those_after_clipping(level):
     model, optimizer = initialize_quietly(Line(), MAKERS["Adam"], level)
     reports = []
-    ampkit.on_step(optimizer, lambda report: reports.append({**read(report), "of_a": report.gradients["a.weight"]}))
+    ampkit.on_step(optimizer, lambda report: reports.append(read(report)))
     train(model, optimizer, clip=1.0)
     assert reports[0]["grad_norm"] == pytest.approx(1.0, rel=1e-5)
     factor = 1 / math.hypot(*NORMS.values())
     assert reports[0]["norms"] == pytest.approx({name: norm * factor for name, norm in NORMS.items()}, rel=1e-5)
-    torch.testing.assert_close(reports[0]["of_a"], X.expand(2, 2) * factor)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -120,29 +119,12 @@ def test_a_skipped_step_is_reported_with_the_scale_that_follows(level, maker):
     assert reports[1]["grad_norm"] == pytest.approx(math.hypot(*NORMS.values()), rel=1e-6)
 
 
-def test_f_is_called_at_every_third_step_and_lost_updates_are_measured_where_asked_for():
+def test_f_is_called_at_every_third_step():
     model, optimizer = initialize_quietly(Line(), MAKERS["SGD"], "O1")
-    reports = []
-    ampkit.on_step(optimizer, lambda report: reports.append(read(report)), every=3, updates_every=6)
+    steps = []
+    ampkit.on_step(optimizer, lambda report: steps.append(report.step), every=3)
     train(model, optimizer, steps=7)
-    of_steps = {report["step"]: report["lost_updates"] for report in reports}
-    assert of_steps == {3: None, 6: {"a.weight": 0.0, "b": 0.0}}
-
-
-def test_underflow_is_the_share_of_denormal_gradients_at_the_scale():
-    def share(loss_scale):
-        model, optimizer = initialize_quietly(
-            Line(), MAKERS["SGD"], "O1", loss_scale=loss_scale, patch_torch_functions_type=torch.float16
-        )
-        shares = []
-        ampkit.on_step(optimizer, lambda report: shares.append(report.underflow))
-        # 2**-14 is float16's smallest normal number: at scale 1 the gradients are 3 and 4 times 2**-16, a quarter of 3 and 4 of it.
-        train(model, optimizer, scale=2.0**-16)
-        ampkit.close()
-        return shares[0]
-
-    assert share(2.0) == {"a.weight": 0.0, "b": 0.0}
-    assert share(1.0) == {"a.weight": 0.5, "b": 1.0}
+    assert steps == [3, 6]
 
 
 def test_a_number_is_read_inside_of_f_or_not_at_all():
@@ -153,8 +135,6 @@ def test_a_number_is_read_inside_of_f_or_not_at_all():
     assert reports[0].skipped is False
     with pytest.raises(RuntimeError, match="was not read inside of f"):
         reports[0].grad_norm  # noqa: B018
-    with pytest.raises(RuntimeError, match="was not read inside of f"):
-        reports[0].lost_updates  # noqa: B018
     with pytest.raises(AttributeError, match="gradnorm"):
         reports[0].gradnorm  # noqa: B018
 
@@ -212,11 +192,8 @@ def test_tensorboard_gets_scalars():
 
     model, optimizer = initialize_quietly(Line(), MAKERS["SGD"], "O1")
     writer = Writer()
-    tensorboard.log(writer, optimizer, updates_every=2)
+    tensorboard.log(writer, optimizer)
     train(model, optimizer, steps=2)
     norm = pytest.approx(math.hypot(*NORMS.values()), rel=1e-6)
     plain = [("loss_scale", 65536.0), ("skipped", 0.0), ("grad_norm", norm)]
-    lost = [("lost_updates/b", 0.0), ("lost_updates/a.weight", 0.0)]
-    assert writer.rows == [(f"ampkit/{name}", value, 1) for name, value in plain] + [
-        (f"ampkit/{name}", value, 2) for name, value in plain + lost
-    ]
+    assert writer.rows == [(f"ampkit/{name}", value, step) for step in (1, 2) for name, value in plain]

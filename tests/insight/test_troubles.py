@@ -50,7 +50,11 @@ ROWS = {
         ),
         ("right",),
     ),
-    ("O1",): dict.fromkeys(("a region without casts", "a width of 60", "the norm of each gradient, read"), ("right",)),
+    ("O1",): dict.fromkeys(
+        ("a region without casts", "a width of 60", "the norm of each gradient, read", ".data of an activation"),
+        ("right",),
+    ),
+    ("torch.amp",): {"an optimizer over another model": ("right",)},
 }
 
 

@@ -15,6 +15,18 @@ _LEAST = 0.01
 _READS, _MANY_READS = ("item", "tolist"), 2
 
 
+#: Changes to a product in float32, by words of its reason.
+_CHANGES = {
+    "bound before": "call F.{function}(...) by the module: the name was bound before initialize patched it",
+    "kept by": "take {item} out of keep_fp32=",
+    "region": "end the region before it, or leave it out",
+    "promoted": "cast what promotes it to the other's dtype, x.to(y.dtype): {cause}",
+    "cast inside": "torch casts in it; for attention, the fused kernels do not, and on the CPU they need dropout_p=0",
+    "row ": 'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits',
+}
+_CONVERT = "convert its arguments, x.to(y.dtype), or call it inside of the model's forward, where a level casts them"
+
+
 def advise(record: Record) -> list[Advice]:
     advice_list = [advice for rule in _RULES for advice in rule(record)]
     return sorted(advice_list, key=lambda advice: -advice.gain)
@@ -49,20 +61,9 @@ def _forward_reason(record: Record, row: CallRow) -> str:
 
 
 def _instead_of_float32(function: str, reason: str) -> str:
-    if reason.startswith("bound before"):
-        return f"call F.{function}(...) by the module: the name was bound before initialize patched it"
-    if reason.startswith("kept by"):
-        return f"take {reason.partition('=')[2]} out of keep_fp32="
-    if "region" in reason:
-        return "end the region before it, or leave it out"
-    if "promoted" in reason:
-        cause = reason.partition(" by ")[2] or "an argument"
-        return f"cast what promotes it to the other's dtype, x.to(y.dtype): {cause}"
-    if reason.startswith("cast inside"):
-        return "torch casts in it; for attention, the fused kernels do not, and on the CPU they need dropout_p=0"
-    if "row " in reason:
-        return f'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits'
-    return "convert its arguments, x.to(y.dtype), or call it inside of the model's forward, where a level casts them"
+    cause, item = reason.partition(" by ")[2] or "an argument", reason.partition("=")[2]
+    change = next((change for words, change in _CHANGES.items() if words in reason), _CONVERT)
+    return change.format(function=function, cause=cause, item=item)
 
 
 def _shapes(record: Record) -> Iterator[Advice]:

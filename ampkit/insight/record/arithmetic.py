@@ -20,11 +20,10 @@ _MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, **dict.fromkeys(_OF_A_BYTE, 1
 
 
 class Product(NamedTuple):
-    """A matrix product: its ``flops``, the named ``sizes`` along which its matrices are contiguous in memory, and ``rows``."""
+    """A matrix product: its ``flops``, and the named ``sizes`` along which its matrices are contiguous in memory."""
 
     flops: int
     sizes: tuple[tuple[str, int], ...]
-    rows: int = 0
 
 
 def product_of(name: str) -> Callable[[Any, Any], Product] | None:
@@ -52,11 +51,10 @@ def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
     """Return the product A (M x K) times B (K x N), also batched. Rows in memory must begin at multiples of 16 bytes."""
     if not a.layout is b.layout is torch.strided:  # the work of a sparse product is not known
         return Product(0, ())
-    rows = math.prod(a.shape[:-1])
     n = b.shape[-1] if b.dim() > 1 else 1
     sizes = dict([_along(a, "MK"), _along(b, "KN") if b.dim() > 1 else ("K", len(b)), ("N", n)])
     in_memory = tuple((name, sizes[name]) for name in "KNM" if name in sizes)
-    return Product(2 * rows * a.shape[-1] * n, in_memory, a.shape[-2] if a.dim() > 1 else 1)
+    return Product(2 * a.numel() * n, in_memory)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Product:

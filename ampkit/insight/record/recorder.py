@@ -233,14 +233,14 @@ class Recorder(Iterations, Watch):
         source, result = self._origin(read), self._origin(made)
         group.waiting.casts += 1
         group.waiting.bytes_cast += made.nbytes
-        if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
+        function = group.function.rpartition(".")[2]
+        if function in _EXPLICIT and group.phase is not BACKWARD:
+            result.asked = f".{function}() at {group.site}"
+        elif group.phase is not BACKWARD:
             result.source, result.group = read.dtype, group
             result.weight = source if source.name is not None else None
             if result.weight is not None:
-                number, _ = self._casts.get(source, (0, 0))
-                self._casts[source] = number + 1, made.nbytes
-        elif group.phase is not BACKWARD:
-            result.asked = f".{group.function.rpartition('.')[2]}() at {group.site}"
+                self._casts[source] = self._casts.get(source, (0, 0))[0] + 1, made.nbytes
         result.row = source.row
 
     # Calls

@@ -98,13 +98,10 @@ class Tuning:
             return f"it loses {percent(row.lost_updates)} of the updates"
         return None
 
-    def _time(self, row: Row) -> float:
-        return row.ratio(self.rows[FLOAT32])
-
     @property
     def recommended(self) -> Row:
         fit = [row for row in self.rows.values() if self.why_not(row) is None]
-        fastest = min(fit, key=self._time)
+        fastest = min(fit, key=lambda row: row.ratio(self.rows[FLOAT32]))
         alike = [row for row in fit if row.ratio(fastest) <= ALIKE]
         least = min(row.peak_bytes or 0 for row in alike)
         return next(row for row in alike if (row.peak_bytes or 0) <= ALIKE * least)
@@ -114,10 +111,10 @@ class Tuning:
         row, plain = self.recommended, self.rows[FLOAT32]
         reason = f"{row.way}: stay with it, {_mib(row)} MiB."
         if row is not plain:
-            reason = f"{row.way}: {1 / self._time(row):.2f} times as fast as float32, {_mib(row)} MiB (float32 {_mib(plain)})."
+            reason = f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB (float32 {_mib(plain)})."
             reason += f" I{self._distances(row)[1:]}."
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
-        faster = [f"{other.way}, {why}" for other, why in out if why and self._time(other) < self._time(row)]
+        faster = [f"{other.way}, {why}" for other, why in out if why and other.ratio(plain) < row.ratio(plain)]
         return reason + f" Faster, and out: {'; '.join(faster)}." * bool(faster)
 
     @property

@@ -64,7 +64,7 @@ def tune(
     or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
     ``if __name__ == "__main__":``.
 
-    Raises TypeError for what is no factory, ValueError for one that cannot be imported and for settings that make no sense,
+    Raises TypeError for what is no factory, ValueError for one that is in no file and for settings that make no sense,
     FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or float32.
     """
     if os.environ.get(_IS_CHILD):
@@ -89,8 +89,6 @@ def tune(
         compared: Tuning = worker.ask("measure", list(levels), float16, seconds, steps)
         return compared
     except WorkerError as error:
-        if str(error).startswith("NoFactory: "):
-            raise ValueError(f"tune: {str(error).partition(': ')[2]}") from None
         failed = RuntimeError(f"tune: float32 training failed: {error}")
         failed.add_note(error.details)
         raise failed from None
@@ -207,8 +205,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        settings = {name: getattr(arguments, name) for name in ("seconds", "steps", "levels", "float16")}
-        tuning = tune(arguments.factory, **settings)
+        settings = {name: getattr(arguments, name) for name in ("factory", "seconds", "steps", "levels", "float16")}
+        tuning = tune(**settings)
     except (ValueError, FileNotFoundError) as error:  # also for a name of no factory
         print(f"ampkit {error}", file=sys.stderr)
         return 2
