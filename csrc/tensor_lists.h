@@ -131,8 +131,7 @@ class TensorLists {
     if (code == bfloat16_code) return DType::kBFloat16;
     if (code == aoti_torch_dtype_int16() && (columns_[k].role == Role::kRest || columns_[k].role == Role::kWriteOrRest)) return DType::kInt16;
     if (code == aoti_torch_dtype_uint8() && columns_[k].role == Role::kMoment) return DType::kPacked;
-    AMPKIT_CHECK(false, at(k, i), "is neither float32, float16 nor bfloat16");
-    return DType::kFloat;
+    fail(at(k, i), "is neither float32, float16 nor bfloat16");
   }
 
   // Packed moments are bytes, in the order of a contiguous tensor.
