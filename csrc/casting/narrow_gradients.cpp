@@ -15,12 +15,12 @@
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/stable/ops.h>
-
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -154,6 +154,12 @@ variable_list HandOn::apply(variable_list&& grads) {
   return variable_list(1);
 }
 
+// The functions for Python.
+
+namespace {
+
+// Adds the gradients (float32) of rows of a table, which was indexed by `indices`, to the table's gradient, as `HandOn` would: in
+// bfloat16, with sums over a row in float32. Returns false, and does nothing, if that is not allowed.
 bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index) {
   const auto accumulator = impl::try_get_grad_accumulator(table);
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
@@ -179,17 +185,13 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   return true;
 }
 
-// The functions for Python.
-
-namespace {
-
 thread_local bool reads_narrow = false;  // p.grad, in this thread
 
 PyGetSetDef getset_of_torch(const char* name) {
   // Not the one of torch.Tensor, which ampkit's may have replaced.
   PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
-  THPObjectPtr descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), name));
-  return descriptor ? *reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset : PyGetSetDef{};
+  const pybind11::object descriptor = pybind11::handle(reinterpret_cast<PyObject*>(base)).attr(name);
+  return *reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
 }
 
 // torch's own "grad" and "_grad".
@@ -247,49 +249,42 @@ int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
-const at::Tensor* checked(PyObject* object) {
-  if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
-  PyErr_Format(PyExc_TypeError, "expected a Tensor, found a %s", Py_TYPE(object)->tp_name);
-  return nullptr;
-}
-
-void follow_dtype_of(const at::Tensor& weight) {
+void follow_dtype(const at::Tensor& weight) {
   auto* meta = impl::get_autograd_meta(weight);
   if (meta == nullptr || (!meta->allow_grad_dtype_mismatch_ && !meta->grad_dtype_.has_value())) return;
   weight.set_grad_dtype(weight.scalar_type());  // for an existing accumulation
   meta->grad_dtype_.reset();
 }
 
-PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  tensor->set_grad_dtype(std::nullopt);
-  if (hook_of(*tensor) == nullptr) impl::hooks(*tensor).push_back(std::make_unique<WidenFirst>(tensor->unsafeGetTensorImpl()));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+void take_narrow_gradients(const at::Tensor& weight) {
+  weight.set_grad_dtype(std::nullopt);
+  if (hook_of(weight) == nullptr) impl::hooks(weight).push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
 }
 
-PyObject* take_none_any_more(PyObject*, PyObject* weight) {
+void take_none_any_more(const at::Tensor& weight) {
+  if (!weight.is_leaf() || impl::get_autograd_meta(weight) == nullptr || hook_of(weight) == nullptr) return;
+  if (weight.scalar_type() == at::kFloat) widen(weight.mutable_grad());
+  auto& hooks = impl::hooks(weight);
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
+  follow_dtype(weight);
+}
+
+void note_set_aside(const at::Tensor& weight) { set_aside.insert(weight.unsafeGetTensorImpl()); }
+
+bool is_set_aside(const at::Tensor& weight) { return set_aside.erase(weight.unsafeGetTensorImpl()) > 0; }
+
+// A function of a tensor for Python, which pybind11 would call more slowly: some are called for each parameter.
+template <auto kFunction>
+PyObject* of_tensor(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  if (tensor->is_leaf() && impl::get_autograd_meta(*tensor) != nullptr && hook_of(*tensor) != nullptr) {
-    if (tensor->scalar_type() == at::kFloat) widen(tensor->mutable_grad());
-    auto& hooks = impl::hooks(*tensor);
-    hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
-    follow_dtype_of(*tensor);
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a Tensor, found a ", Py_TYPE(object)->tp_name);
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if constexpr (std::is_void_v<decltype(kFunction(tensor))>) {
+    kFunction(tensor);
+    Py_RETURN_NONE;
+  } else {
+    return PyBool_FromLong(kFunction(tensor));
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* follow_dtype(PyObject*, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  follow_dtype_of(*tensor);
-  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -297,34 +292,9 @@ PyObject* takes_narrow(PyObject*, PyObject* weight) {
   return PyBool_FromLong(THPVariable_Check(weight) && takes_narrow_gradients(THPVariable_Unpack(weight)));
 }
 
-PyObject* hand_on_rows_of(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *table, *grad, *indices;
-  long long padding_index;
-  if (!PyArg_ParseTuple(args, "OOOL:hand_on_rows", &table, &grad, &indices, &padding_index)) return nullptr;
-  if (checked(table) == nullptr || checked(grad) == nullptr || checked(indices) == nullptr) return nullptr;
-  bool did;
-  {
-    pybind11::gil_scoped_release without_gil;
-    did = hand_on_rows(THPVariable_Unpack(table), THPVariable_Unpack(grad), THPVariable_Unpack(indices), padding_index);
-  }
-  return PyBool_FromLong(did);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* note_set_aside(PyObject*, PyObject* weight) {
-  if (checked(weight) == nullptr) return nullptr;
-  set_aside.insert(THPVariable_Unpack(weight).unsafeGetTensorImpl());
-  Py_RETURN_NONE;
-}
-
-PyObject* is_set_aside(PyObject*, PyObject* weight) {
-  if (checked(weight) == nullptr) return nullptr;
-  return PyBool_FromLong(set_aside.erase(THPVariable_Unpack(weight).unsafeGetTensorImpl()) > 0);
-}
-
 PyObject* stored_gradient(PyObject*, PyObject* weight) {
-  return checked(weight) == nullptr ? nullptr : torchs[0].get(weight, torchs[0].closure);
+  if (!THPVariable_Check(weight)) return PyErr_Format(PyExc_TypeError, "expected a Tensor");
+  return torchs[0].get(weight, torchs[0].closure);
 }
 
 PyObject* read_narrow(PyObject*, PyObject* flag) {
@@ -332,29 +302,29 @@ PyObject* read_narrow(PyObject*, PyObject* flag) {
 }
 
 PyMethodDef functions[] = {
-    {"take_narrow_gradients", take_narrow_gradients, METH_O, nullptr},
-    {"take_none_any_more", take_none_any_more, METH_O, nullptr},
-    {"follow_dtype", follow_dtype, METH_O, nullptr},
+    {"take_narrow_gradients", of_tensor<take_narrow_gradients>, METH_O, nullptr},
+    {"take_none_any_more", of_tensor<take_none_any_more>, METH_O, nullptr},
+    {"follow_dtype", of_tensor<follow_dtype>, METH_O, nullptr},
     {"takes_narrow_gradients", takes_narrow, METH_O, nullptr},
-    {"hand_on_rows", hand_on_rows_of, METH_VARARGS, nullptr},
-    {"note_set_aside", note_set_aside, METH_O, nullptr},
-    {"is_set_aside", is_set_aside, METH_O, nullptr},
+    {"note_set_aside", of_tensor<note_set_aside>, METH_O, nullptr},
+    {"is_set_aside", of_tensor<is_set_aside>, METH_O, nullptr},
     {"stored_gradient", stored_gradient, METH_O, nullptr},
     {"read_narrow", read_narrow, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
-bool add_narrow_gradients(PyObject* module) {
+// Functions, and the descriptors "grad" and "_grad" for torch.Tensor.
+void add_narrow_gradients(pybind11::module_& module) {
   const char* names[] = {"grad", "_grad"};
   for (int i = 0; i < 2; ++i) {
     torchs[i] = getset_of_torch(names[i]);
-    if (torchs[i].get == nullptr) return false;
     ours[i] = {torchs[i].name, read_grad, write_grad, torchs[i].doc, &torchs[i]};
     PyObject* descriptor = PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(THPVariableClass), &ours[i]);
-    if (descriptor == nullptr || PyModule_AddObject(module, names[i], descriptor) < 0) return false;
+    module.attr(names[i]) = pybind11::reinterpret_steal<pybind11::object>(descriptor);
   }
-  return PyModule_AddFunctions(module, functions) == 0;
+  module.def("hand_on_rows", torch::wrap_pybind_function_no_gil(hand_on_rows));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw pybind11::error_already_set();
 }
 
 }  // namespace ampkit

@@ -31,10 +31,6 @@ void call_creation_hooks(const Node& node) {
   if constexpr (requires(const Pointer& any) { fire_node_creation_hooks(any); }) fire_node_creation_hooks(Pointer(node));
 }
 
-}  // namespace
-
-namespace {
-
 template <typename Node>
 void record(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
   auto node = make_node<Node>(order);

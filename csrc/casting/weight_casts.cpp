@@ -28,8 +28,8 @@ bool is_allocated(const at::Tensor& weight) { return weight.numel() == 0 || weig
 std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   const at::Tensor& first = THPVariable_Unpack(weight);
   std::vector<THPObjectPtr> found;
-  auto last = store->casts.companions.find(weight);
-  if (last == store->casts.companions.end() || referent(last->second.front().get()).get() != weight) return found;
+  auto last = store->companions.find(weight);
+  if (last == store->companions.end() || referent(last->second.front().get()).get() != weight) return found;
   for (THPObjectPtr& reference : last->second) {
     THPObjectPtr other = referent(reference.get());
     if (other.get() == weight || !other || Py_TYPE(other.get()) != Py_TYPE(weight)) continue;
