@@ -259,7 +259,17 @@ void store_keep_to_step(CastStore& store, const py::tuple& weights) {
   const py::object before = std::exchange(store.held_to_step, weights);
 }
 
-Lifetime set_call(Lifetime number) { return std::exchange(this_thread.call, number); }
+// Begins a call in this thread; false, and nothing else, if it is inside of another.
+bool begin_call(Lifetime number) {
+  if (this_thread.call != kNotKept) return false;
+  this_thread.call = number;
+  return true;
+}
+
+void end_call(const py::tuple& stores, Lifetime number) {
+  this_thread.call = kNotKept;
+  for (py::handle store : stores) store_end(store.cast<CastStore&>(), number);
+}
 
 Lifetime set_kept(Lifetime number, const py::tuple& weights) {
   delete std::exchange(this_thread.kept_weights, number == kNotKept ? nullptr : new Weights(addresses_in(weights)));
@@ -289,7 +299,8 @@ void add_cast_store(py::module_& module) {
       .def("end", &store_end)
       .def("keep_to_step", &store_keep_to_step)
       .def("pairs", &store_pairs)
-      .def_static("set_call", &set_call)
+      .def_static("begin_call", &begin_call)
+      .def_static("end_call", &end_call)
       .def_static("set_kept", &set_kept)
       .def_readwrite("bypassed", &CastStore::bypassed)
       .def_readwrite("keeps_all", &CastStore::keeps_all)
