@@ -150,7 +150,9 @@ void hold(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Held&
 
 // A weight's cast in the store, borrowed, or null: most calls need no more. `cast` handles all that may throw.
 PyObject* find_on_cpu(const Binding* binding, PyObject* argument) {
-  if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) return nullptr;
+  if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) {
+    return nullptr;
+  }
   CastStore* store = binding->store.get();
   if (store->bypassed || !store->capturing.is_none() || !THPVariable_Unpack(argument).is_cpu()) return nullptr;
   return store->find(argument);
@@ -173,7 +175,10 @@ PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
       }
       if (!bypassed && !tensor.is_inference() && !in_forward_mode()) {
         at::Tensor found = binding->store->find_recent(tensor);
-        if (found.defined()) return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found, at::sequence_number::get_and_increment())));
+        if (found.defined()) {
+          const uint64_t order = at::sequence_number::get_and_increment();
+          return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found, order)));
+        }
         if (!is_on_our_device(*binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
@@ -248,7 +253,10 @@ struct PastAutocast {
 // "Where the tables hold" in ampkit/models/NOTES.md: whether Python has to look at such a call.
 bool may_hold_lower_precision(PyObject* const* args, Py_ssize_t total) {
   for (Py_ssize_t i = 0; i < total; ++i) {
-    if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type()) : !holds_no_tensors(args[i])) return true;
+    if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type())
+                           : !holds_no_tensors(args[i])) {
+      return true;
+    }
   }
   return false;
 }
@@ -390,7 +398,9 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
   binding->target = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   binding->control = pybind11::cast<std::shared_ptr<Switch>>(pybind11::handle(control));
   binding->slow = pybind11::reinterpret_borrow<pybind11::object>(slow);
-  if (binding->kind == Kind::Lower) binding->store = pybind11::cast<std::shared_ptr<CastStore>>(pybind11::handle(store));
+  if (binding->kind == Kind::Lower) {
+    binding->store = pybind11::cast<std::shared_ptr<CastStore>>(pybind11::handle(store));
+  }
   binding->cast_weight = pybind11::reinterpret_borrow<pybind11::object>(cast_weight);
   Call* self = call_of(object);
   release(std::exchange(self->binding, binding.release()));

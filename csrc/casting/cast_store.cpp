@@ -184,7 +184,9 @@ std::shared_ptr<CastStore> make_store() {
   auto store = std::make_shared<CastStore>();
   store->on_death = py::cpp_function([weak = std::weak_ptr(store)](py::handle reference) {
     // The address may belong to another weight by now.
-    if (const auto found = weak.lock()) take_out(*found, [&](const auto& item) { return item.second.weight.get() == reference.ptr(); });
+    if (const auto found = weak.lock()) {
+      take_out(*found, [&](const auto& item) { return item.second.weight.get() == reference.ptr(); });
+    }
   });
   return store;
 }
@@ -203,7 +205,8 @@ py::object store_cast(CastStore& store, const at::Tensor& tensor, const py::obje
   const bool is_plain = is_plain_weight(tensor);
   const c10::Storage storage = is_plain ? tensor.storage() : c10::Storage();
   const Stamp made_of = is_plain ? store.stamp(tensor) : Stamp();
-  const bool hands_on = is_plain && c10::GradMode::is_enabled() && tensor.requires_grad() && takes_narrow_gradients(tensor);
+  const bool hands_on =
+      is_plain && c10::GradMode::is_enabled() && tensor.requires_grad() && takes_narrow_gradients(tensor);
   py::object cast;
   {
     const c10::AutoGradMode mode(c10::GradMode::is_enabled() && !hands_on);
@@ -226,7 +229,8 @@ void store_forget(CastStore& store, const at::Tensor& tensor) {
   const auto weight = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
   const c10::StorageImpl* storage = storage_of(tensor);
   take_out(store, [&](const auto& item) {
-    return weight_of(item.first) == weight.ptr() || (storage != nullptr && item.second.storage._unsafe_get_target() == storage);
+    return weight_of(item.first) == weight.ptr() ||
+        (storage != nullptr && item.second.storage._unsafe_get_target() == storage);
   });
 }
 
@@ -281,7 +285,8 @@ std::vector<std::pair<py::object, py::object>> store_pairs(CastStore& store) {
   for (auto& [key, entry] : store.of_weights) {
     THPObjectPtr weight = referent(entry.weight.get());
     if (!weight || entry.lifetime == kEnded) continue;
-    pairs.emplace_back(py::reinterpret_steal<py::object>(weight.release()), py::reinterpret_borrow<py::object>(entry.cast.get()));
+    pairs.emplace_back(
+        py::reinterpret_steal<py::object>(weight.release()), py::reinterpret_borrow<py::object>(entry.cast.get()));
   }
   return pairs;
 }

@@ -94,9 +94,15 @@ bool is_empty(const Hook& hook, const char* name) {
 bool has_hooks(AccumulateGrad& node) {
   if (!node.pre_hooks().empty() || !node.post_hooks().empty()) return true;
   const auto& after = node.tensor_post_acc_grad_hooks();
-  if (after != nullptr && !is_empty<torch::autograd::PyFunctionTensorPostAccGradHooks>(*after, "torch::autograd::PyFunctionTensorPostAccGradHooks")) return true;
+  using After = torch::autograd::PyFunctionTensorPostAccGradHooks;
+  if (after != nullptr && !is_empty<After>(*after, "torch::autograd::PyFunctionTensorPostAccGradHooks")) {
+    return true;
+  }
+  using Before = torch::autograd::PyFunctionTensorPreHook;
   for (const auto& hook : node.tensor_pre_hooks()) {
-    if (!is_ours(*hook) && !is_empty<torch::autograd::PyFunctionTensorPreHook>(*hook, "torch::autograd::PyFunctionTensorPreHook")) return true;
+    if (!is_ours(*hook) && !is_empty<Before>(*hook, "torch::autograd::PyFunctionTensorPreHook")) {
+      return true;
+    }
   }
   return false;
 }
@@ -110,18 +116,19 @@ bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
 
 bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: a pass for some inputs alone
-  return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
-      grad.layout() == at::kStrided && node.variable.requires_grad() && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
-      is_on_stream_of(node, grad);
+  return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) &&
+      !torch::autograd::AnomalyMode::is_enabled() && grad.layout() == at::kStrided && node.variable.requires_grad() &&
+      takes_narrow_gradients(node.variable) && !has_hooks(node) && is_on_stream_of(node, grad);
 }
 
 // sum += grad on a CPU, in one pass: torch's own addition of two dtypes takes more than twice the time.
 bool add_in_one_pass(const at::Tensor& sum, const at::Tensor& grad) {
   const auto is_plain = [](const at::Tensor& x) {
-    return x.is_cpu() && x.layout() == at::kStrided && x.is_contiguous() && !x.is_inference() && !x.unsafeGetTensorImpl()->is_python_dispatch();
+    return x.is_cpu() && x.layout() == at::kStrided && x.is_contiguous() && !x.is_inference() &&
+        !x.unsafeGetTensorImpl()->is_python_dispatch();
   };
-  if (!sum.defined() || sum.scalar_type() != at::kFloat || grad.scalar_type() != at::kBFloat16 || sum.sizes() != grad.sizes()) return false;
-  if (!is_plain(sum) || !is_plain(grad)) return false;
+  if (!sum.defined() || sum.scalar_type() != at::kFloat || grad.scalar_type() != at::kBFloat16) return false;
+  if (sum.sizes() != grad.sizes() || !is_plain(sum) || !is_plain(grad)) return false;
   float* to = sum.mutable_data_ptr<float>();
   const auto* from = grad.const_data_ptr<at::BFloat16>();
   constexpr int64_t kGrain = 32 * 1024;  // of torch's own loops
@@ -135,12 +142,15 @@ bool add_in_one_pass(const at::Tensor& sum, const at::Tensor& grad) {
 }  // namespace
 
 bool takes_narrow_gradients(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kFloat && weight.is_leaf() && impl::get_autograd_meta(weight) != nullptr && hook_of(weight) != nullptr;
+  return weight.scalar_type() == at::kFloat && weight.is_leaf() && impl::get_autograd_meta(weight) != nullptr &&
+      hook_of(weight) != nullptr;
 }
 
 variable_list HandOn::apply(variable_list&& grads) {
   auto* node = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
-  if (node == nullptr || !grads[0].defined() || !is_reduced(grads[0]) || !accumulates_alone(*node, grads[0])) return ToCopyBackward0::apply(std::move(grads));
+  if (node == nullptr || !grads[0].defined() || !is_reduced(grads[0]) || !accumulates_alone(*node, grads[0])) {
+    return ToCopyBackward0::apply(std::move(grads));
+  }
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   const at::Tensor grad = std::move(grads[0]);
   at::Tensor& there = node->variable.mutable_grad();
@@ -165,7 +175,8 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  const auto [rows, places, _] = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
+  const auto [rows, places, _] =
+      at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
   // torch's kernel sums the gradients of each row, for the used rows only.
   at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
   if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
@@ -180,8 +191,12 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
     widen(there);
   }
   hook->has_rows = true;
-  if (!is_reduced(there)) there.index_add_(0, rows, sums);
-  else there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
+  if (!is_reduced(there)) {
+    there.index_add_(0, rows, sums);
+  } else {
+    const at::Tensor wide = there.index_select(0, rows).to(at::kFloat).add_(sums);
+    there.index_copy_(0, rows, wide.to(there.scalar_type()));
+  }
   return true;
 }
 
@@ -201,7 +216,9 @@ PyGetSetDef ours[2];
 PyObject* read_grad(PyObject* self, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
   PyObject* grad = own->get(self, own->closure);
-  if (grad == nullptr || grad == Py_None || reads_narrow || !THPVariable_Check(grad) || !THPVariable_Check(self)) return grad;
+  if (grad == nullptr || grad == Py_None || reads_narrow || !THPVariable_Check(grad) || !THPVariable_Check(self)) {
+    return grad;
+  }
   const at::Tensor& weight = THPVariable_Unpack(self);
   if (!is_reduced(THPVariable_Unpack(grad)) || !takes_narrow_gradients(weight)) return grad;
   Py_DECREF(grad);
@@ -230,15 +247,20 @@ constexpr const char* kAdded =
 // grad_dtype = None. A weight in lower precision keeps float32 gradients.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
-  if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
-  if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) return own->set(self, value, own->closure);
+  if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) {
+    set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
+  }
+  if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) {
+    return own->set(self, value, own->closure);
+  }
   HANDLE_TH_ERRORS
   const at::Tensor &weight = THPVariable_Unpack(self), &grad = THPVariable_Unpack(value);
-  if (set_aside.count(weight.unsafeGetTensorImpl()) > 0 && THPVariable_CheckExact(self) && weight.is_leaf() && !weight.grad().defined() &&
-      PyErr_WarnEx(PyExc_UserWarning, kAdded, 1) < 0) {
+  if (set_aside.count(weight.unsafeGetTensorImpl()) > 0 && THPVariable_CheckExact(self) && weight.is_leaf() &&
+      !weight.grad().defined() && PyErr_WarnEx(PyExc_UserWarning, kAdded, 1) < 0) {
     return -1;
   }
-  const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat || !at::isFloatingType(grad.scalar_type());
+  const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat ||
+      !at::isFloatingType(grad.scalar_type());
   const auto* meta = impl::get_autograd_meta(weight);
   if (!fits && (meta == nullptr || !meta->allow_grad_dtype_mismatch_ || takes_narrow_gradients(weight))) {
     THPObjectPtr wide(THPVariable_Wrap(grad.to(at::kFloat)));
@@ -258,14 +280,16 @@ void follow_dtype(const at::Tensor& weight) {
 
 void take_narrow_gradients(const at::Tensor& weight) {
   weight.set_grad_dtype(std::nullopt);
-  if (hook_of(weight) == nullptr) impl::hooks(weight).push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
+  if (hook_of(weight) != nullptr) return;
+  impl::hooks(weight).push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
 }
 
 void take_none_any_more(const at::Tensor& weight) {
   if (!weight.is_leaf() || impl::get_autograd_meta(weight) == nullptr || hook_of(weight) == nullptr) return;
   if (weight.scalar_type() == at::kFloat) widen(weight.mutable_grad());
   auto& hooks = impl::hooks(weight);
-  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
+  const auto kept = std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); });
+  hooks.erase(kept, hooks.end());
   follow_dtype(weight);
 }
 

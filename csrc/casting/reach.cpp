@@ -83,6 +83,10 @@ bool are_still(const py::capsule& before, const py::list& params) {
 
 }  // namespace
 
-void add_reach(py::module_& module) { module.def("leaves_of", &leaves_of).def("seen", &seen).def("are_still", &are_still); }
+void add_reach(py::module_& module) {
+  module.def("leaves_of", &leaves_of);
+  module.def("seen", &seen);
+  module.def("are_still", &are_still);
+}
 
 }  // namespace ampkit

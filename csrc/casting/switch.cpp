@@ -20,7 +20,8 @@ std::vector<c10::DeviceType> types_of(const std::vector<std::string>& names) {
 }
 
 void set(Switch& control, bool installed, bool stores, const std::vector<std::string>& known,
-         const std::vector<at::ScalarType>& torchs_choice, const std::vector<std::string>& followers, at::ScalarType lower_precision) {
+         const std::vector<at::ScalarType>& torchs_choice, const std::vector<std::string>& followers,
+         at::ScalarType lower_precision) {
   control = {installed, stores, types_of(known), torchs_choice, types_of(followers), lower_precision, {}};
   for (c10::DeviceType type : control.known) {
     control.keys = control.keys.add(at::autocast::get_autocast_dispatch_key_from_device_type(type));

@@ -55,6 +55,8 @@ const TensorAccess access = {is_unobserved, plain_tensor, wrap, count_write};
 
 }  // namespace
 
-void add_tensor_access(pybind11::module_& module) { module.attr("tensor_access") = pybind11::capsule(&access, kTensorAccess); }
+void add_tensor_access(pybind11::module_& module) {
+  module.attr("tensor_access") = pybind11::capsule(&access, kTensorAccess);
+}
 
 }  // namespace ampkit
