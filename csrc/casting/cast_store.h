@@ -87,15 +87,16 @@ struct CastStore {
   bool bypassed = false;   // look nothing up, keep nothing
   bool keeps_all = false;  // keep whatever autograd records to the next drop
   Py_ssize_t casts_made = 0;
-  uint64_t generation = 0;      // goes up when anything is dropped or forgotten
-  pybind11::object capturing = pybind11::none();  // or a function: whether the current stream is being captured into a CUDA graph
-  pybind11::object on_death;    // the callback of the weak references
+  uint64_t generation = 0;  // goes up when anything is dropped or forgotten
+  // None, or a function: whether the current stream is being captured into a CUDA graph.
+  pybind11::object capturing = pybind11::none();
+  pybind11::object on_death;                             // the callback of the weak references
   std::unordered_map<uintptr_t, WeightCast> of_weights;  // by address and mode
   std::array<RecentCast, 4> recent;
   size_t next_recent = 0;
-  Py_ssize_t kept = 0;          // so far
-  Weights to_step;              // the weights whose casts live to the optimizer step
-  pybind11::tuple held_to_step;
+  Py_ssize_t kept = 0;            // so far
+  Weights to_step;                // the weights whose casts live to the optimizer step
+  pybind11::object held_to_step;  // a tuple of them
   // The weights that a call used, by the first of them: weak references, the first weight's in front.
   std::unordered_map<PyObject*, std::vector<THPObjectPtr>> companions;
 
