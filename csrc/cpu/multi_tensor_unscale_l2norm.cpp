@@ -61,7 +61,9 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const auto blocks = blocks_of(lists.flat());
   const auto unscale_block = AMPKIT_VARIANT(unscale_block);
-  const auto float_vector = [](int64_t size) { return torch::stable::empty({&size, 1}, torch::headeronly::ScalarType::Float); };
+  const auto float_vector = [](int64_t size) {
+    return torch::stable::empty({&size, 1}, torch::headeronly::ScalarType::Float);
+  };
   Tensor norm = float_vector(1), norms = float_vector(per_tensor ? static_cast<int64_t>(inputs.size()) : 0);
   SharedFindings found;
   std::vector<double> sums(blocks.size());
@@ -75,7 +77,8 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
   for (size_t i = 0; i < blocks.size(); ++i) of_tensors[blocks[i].tensor - lists.flat().data()] += sums[i];
   double total = 0;
   for (double sum : of_tensors) total += sum;
-  const auto norm_of = [&](double sum) { return static_cast<float>(std::sqrt(sum) * std::fabs(static_cast<double>(functor.scale))); };
+  const double scale = std::fabs(static_cast<double>(functor.scale));
+  const auto norm_of = [scale](double sum) { return static_cast<float>(std::sqrt(sum) * scale); };
   *static_cast<float*>(norm.mutable_data_ptr()) = norm_of(total);
   float* of_each = static_cast<float*>(norms.mutable_data_ptr());
   if (per_tensor) std::transform(of_tensors.begin(), of_tensors.end(), of_each, norm_of);

@@ -309,7 +309,8 @@ void launch_all(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& ke
     if (blocks == 0) return;
     // Not a Refusal: earlier launches may have written.
     if (blocks > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
-    multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(table, kernel);
+    const auto grid = static_cast<unsigned>(blocks);
+    multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<grid, kThreads, 0, stream>>>(table, kernel);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     first_block += blocks;
   }
