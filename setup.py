@@ -94,7 +94,7 @@ NVCC_FLAGS = [f"-DTORCH_TARGET_VERSION={TARGET_TORCH}", "-DUSE_CUDA", "-std=c++1
 def cpu_extension(cpp_extension):
     return cpp_extension.CppExtension(
         "ampkit._C",
-        ["csrc/registration.cpp", "csrc/launch_plan.cpp", *sources("csrc/cpu", "*.cpp")],
+        ["csrc/registration.cpp", *sources("csrc/cpu", "*.cpp")],
         include_dirs=[str(Path("csrc").resolve())],
         depends=[*sources("csrc/cpu", "*.h"), *shared_headers()],
         extra_compile_args={"cxx": CXX_FLAGS},

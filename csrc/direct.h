@@ -152,38 +152,33 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-template <class Result, class... Types, size_t... k>
-PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObject* const* given, std::index_sequence<k...>) {
-  const long long mask = PyLong_AsLongLong(given[0]);
+template <class Result, class... Types>
+PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObject* const* given) {
+  long long mask = PyLong_AsLongLong(given[0]);
   if (mask == -1 && PyErr_Occurred()) return nullptr;
   std::tuple<Argument<Types>...> arguments;
   std::vector<AtenTensorHandle> written;
   Given state = Given::kFits;
-  const auto read = [&](auto& argument, size_t i) {
-    if (state == Given::kFits) state = argument.read(given[i + 1], device_type, mask >> i & 1 ? &written : nullptr);
+  const auto read = [&](auto& argument) {
+    if (state == Given::kFits) state = argument.read(*++given, device_type, mask & 1 ? &written : nullptr);
+    mask >>= 1;
   };
-  (read(std::get<k>(arguments), k), ...);
+  std::apply([&](auto&... each) { (read(each), ...); }, arguments);
   if (state == Given::kRaised) return nullptr;
-  if (state == Given::kNeedsDispatcher) {
-    Py_INCREF(Py_NotImplemented);
-    return Py_NotImplemented;
-  }
+  if (state == Given::kNeedsDispatcher) Py_RETURN_NOTIMPLEMENTED;
+  const auto compute = [&] {
+    const WithoutGil without;
+    return std::apply([&](auto&... each) { return function(each.value...); }, arguments);
+  };
   const auto count_writes = [&] {
     for (AtenTensorHandle handle : written) tensor_access->count_write(handle);
   };
   if constexpr (std::is_void_v<Result>) {
-    {
-      const WithoutGil without;
-      function(std::get<k>(arguments).value...);
-    }
+    compute();
     count_writes();
-    Py_INCREF(Py_None);
-    return Py_None;
+    Py_RETURN_NONE;
   } else {
-    const Result result = [&] {
-      const WithoutGil without;
-      return function(std::get<k>(arguments).value...);
-    }();
+    const Result result = compute();
     count_writes();
     return python_object(result);
   }
@@ -192,11 +187,6 @@ PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObj
 template <class Result, class... Types>
 constexpr Py_ssize_t arity(Result (*)(Types...)) {
   return sizeof...(Types);
-}
-
-template <class Result, class... Types>
-PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObject* const* given) {
-  return call_directly(function, device_type, given, std::index_sequence_for<Types...>());
 }
 
 inline void hold(PyObject* object, std::vector<PyObject*>& held) {
@@ -226,8 +216,7 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const bool has_first = PyList_Check(given[1]) && PyList_Size(given[1]) > 0;
   if (tensor_access == nullptr || !tensor_access->is_unobserved() ||
       (has_first && plain_tensor_on(device_type, PyList_GetItem(given[1], 0)) == nullptr)) {
-    Py_INCREF(Py_NotImplemented);
-    return Py_NotImplemented;
+    Py_RETURN_NOTIMPLEMENTED;
   }
   // Other threads may release the lists and their tensors meanwhile.
   std::vector<PyObject*> held;
@@ -248,8 +237,7 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
 inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
   tensor_access = static_cast<const TensorAccess*>(PyCapsule_GetPointer(capsule, kTensorAccess));
   if (tensor_access == nullptr) return nullptr;
-  Py_INCREF(Py_None);
-  return Py_None;
+  Py_RETURN_NONE;
 }
 
 }  // namespace ampkit

@@ -64,10 +64,6 @@ AMPKIT_DECLARE(void, multi_tensor_step, const std::string& rule, const TensorLis
 AMPKIT_DECLARE(void, update_scale, const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
                int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
 
-// The CUDA driver's host side, for tests on machines without a GPU: one row per block,
-// (launch, tensor, slot, chunk), int64.
-Tensor plan_launches(std::vector<int64_t> sizes, int64_t chunk_size, int64_t max_tensors);
-
 // The instruction set of the CPU kernels: "avx512", "avx2" or "baseline".
 std::string cpu_capability();
 

@@ -27,7 +27,6 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
   m.def(
       "update_scale(Tensor(a!) state, Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
       "int hysteresis, float min_scale, float max_scale) -> ()");
-  m.def("plan_launches(int[] sizes, int chunk_size, int max_tensors) -> Tensor");
   m.def("cpu_capability() -> str");
 }
 
@@ -37,7 +36,6 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ampkit, CompositeExplicitAutograd, m) {
-  m.impl("plan_launches", TORCH_BOX(&ampkit::plan_launches));
   m.impl("cpu_capability", TORCH_BOX(&ampkit::cpu_capability));
 }
 

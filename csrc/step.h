@@ -38,7 +38,8 @@ struct Step {
   Rounding rounding;
 
   explicit Step(const StepArguments& given)
-      : writes_lower(given.written.size() == (kStates + 2) * given.grads.size()), lists(Functor::kRule, columns_of(given, writes_lower)) {
+      : writes_lower(given.written.size() == (kStates + 2) * given.grads.size()),
+        lists(Functor::kRule, columns_of(given, writes_lower)) {
     constexpr const char* op = Functor::kRule;
     AMPKIT_CHECK(given.settings.size() == kCommon + Settings::kCount, op, ": ", given.settings.size(), " settings");
     const TensorView beside = given.grads[0];
@@ -55,7 +56,8 @@ struct Step {
     const uint64_t seed = static_cast<uint64_t>(values[3]) | static_cast<uint64_t>(values[4]) << 32;
     rounding = {vector_data(op, given.positions, given.grads), settings.step, seed, values[5] != 0};
     for (const auto& tensor : lists.flat()) {
-      AMPKIT_CHECK(!is_rest(tensor.dtype[kLower]) || tensor.dtype[kParams] != DType::kFloat, op, ": a rest beside a float32 parameter");
+      AMPKIT_CHECK(!is_rest(tensor.dtype[kLower]) || tensor.dtype[kParams] != DType::kFloat, op,
+                   ": a rest beside a float32 parameter");
       // The second pass would compute other directions than the first, from moments that were rounded in between.
       for (int k = kParams + 1; Functor::kSumsSquares && k < kLower; ++k)
         AMPKIT_CHECK(tensor.dtype[k] == DType::kFloat, op, ": moments in lower precision");
@@ -71,8 +73,10 @@ struct Step {
     const Role of_lower = Functor::kTakesRests ? Role::kWriteOrRest : Role::kWrite;
     std::array<Column, kDepth> columns;
     columns[0] = {&given.grads, Role::kRead, 0, count};
-    for (int k = 1; k < kDepth; ++k) columns[k] = {&given.written, k == kParams ? Role::kWrite : of_states, (k - 1) * count, count};
-    columns[kLower] = {&given.written, writes_lower ? of_lower : Role::kRead, writes_lower ? (kLower - 1) * count : 0, count};
+    for (int k = 1; k < kDepth; ++k)
+      columns[k] = {&given.written, k == kParams ? Role::kWrite : of_states, (k - 1) * count, count};
+    columns[kLower] = {&given.written, Role::kRead, 0, count};
+    if (writes_lower) columns[kLower] = {&given.written, of_lower, (kLower - 1) * count, count};
     return columns;
   }
 };

@@ -38,7 +38,8 @@ struct Column {
 
   Column() = default;
   Column(const TensorList& list, Role role) : Column(&list, role, 0, list.size()) {}
-  Column(const TensorList* tensors, Role role, size_t first, size_t count) : tensors(tensors), role(role), first(first), count(count) {}
+  Column(const TensorList* tensors, Role role, size_t first, size_t count)
+      : tensors(tensors), role(role), first(first), count(count) {}
   TensorView operator[](size_t i) const { return (*tensors)[first + i]; }
 };
 
@@ -81,7 +82,8 @@ class TensorLists {
  public:
   TensorLists(const char* op, const std::array<Column, kDepth>& columns) : op_(op), columns_(columns) {
     const size_t count = columns[0].count;
-    for (const Column& column : columns) AMPKIT_CHECK(column.count == count, op, ": lists of ", count, " and ", column.count, " tensors");
+    for (const Column& column : columns)
+      AMPKIT_CHECK(column.count == count, op, ": lists of ", count, " and ", column.count, " tensors");
     if (count == 0) return;
     is_cpu_ = columns[0][0].is_cpu();
     device_index_ = columns[0][0].get_device_index();
@@ -113,7 +115,8 @@ class TensorLists {
       } else {
         AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), at(k, i), "has another shape than in list 0");
       }
-      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), at(k, i), "is on another device");
+      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), at(k, i),
+                   "is on another device");
       AMPKIT_CHECK(flat.numel == 0 || tensor.storage_bytes() > 0, at(k, i), "has no memory");
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
@@ -129,10 +132,10 @@ class TensorLists {
     if (code == float_code) return DType::kFloat;
     if (code == half_code) return DType::kHalf;
     if (code == bfloat16_code) return DType::kBFloat16;
-    if (code == aoti_torch_dtype_int16() && (columns_[k].role == Role::kRest || columns_[k].role == Role::kWriteOrRest)) return DType::kInt16;
-    if (code == aoti_torch_dtype_uint8() && columns_[k].role == Role::kMoment) return DType::kPacked;
-    AMPKIT_CHECK(false, at(k, i), "is neither float32, float16 nor bfloat16");
-    return DType::kFloat;
+    const Role role = columns_[k].role;
+    if (code == aoti_torch_dtype_int16() && (role == Role::kRest || role == Role::kWriteOrRest)) return DType::kInt16;
+    if (code == aoti_torch_dtype_uint8() && role == Role::kMoment) return DType::kPacked;
+    fail(at(k, i), "is neither float32, float16 nor bfloat16");
   }
 
   // Packed moments are bytes, in the order of a contiguous tensor.
@@ -170,12 +173,14 @@ inline TensorLists<3> checked_rests(const char* op, TensorLists<3> lists, int k)
   return lists;
 }
 
-inline TensorLists<3> join_lists(const char* op, const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
+inline TensorLists<3> join_lists(const char* op, const TensorList& weights, const TensorList& rests,
+                                 const TensorList& outputs) {
   return checked_rests(
       op, {op, {{{weights, Role::kRead}, {rests, Role::kRest}, {outputs, Role::kWrite}}}}, 0);
 }
 
-inline TensorLists<3> split_lists(const char* op, const TensorList& values, const TensorList& weights, const TensorList& rests) {
+inline TensorLists<3> split_lists(const char* op, const TensorList& values, const TensorList& weights,
+                                  const TensorList& rests) {
   return checked_rests(
       op, {op, {{{values, Role::kRead}, {weights, Role::kWrite}, {rests, Role::kWriteOrRest}}}}, 1);
 }
@@ -210,7 +215,8 @@ struct Findings {
   int64_t* first_bad;
 
   Findings(const char* op, const MaybeTensor& found_inf, const MaybeTensor& first_bad, TensorView beside)
-      : found_inf(element_data<float>(op, found_inf, beside)), first_bad(element_data<int64_t>(op, first_bad, beside)) {}
+      : found_inf(element_data<float>(op, found_inf, beside)),
+        first_bad(element_data<int64_t>(op, first_bad, beside)) {}
 };
 
 inline Number number(const char* op, double value, const MaybeTensor& tensor, TensorView beside) {

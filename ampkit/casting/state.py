@@ -367,11 +367,6 @@ class CastCaches:
         region = region or nullcontext()
         return region if self._store_class is None else Call(self, region)
 
-    def end(self, number: int) -> None:
-        """End the call, or `keep`, with this number."""
-        for store in self._stores:
-            store.end(number)
-
     @contextlib.contextmanager
     def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
         """Keep casts of these weights that this thread makes inside. The script promises no writes that torch does not count."""
@@ -386,7 +381,8 @@ class CastCaches:
         finally:
             _this_thread.kept = outer
             self._store_class.set_kept(before, outer)
-            self.end(number)
+            for store in self._stores:
+                store.end(number)
 
     def keep_all(self) -> None:
         """Keep casts to the next `drop`, wherever they are made, as the handle of Apex's ``amp.init`` does."""
@@ -440,19 +436,17 @@ _numbers = itertools.count(1)  # of calls
 class Call:
     """The context manager of `CastCaches.call`."""
 
-    __slots__ = ("_caches", "_number", "_region", "_set")
+    __slots__ = ("_number", "_region", "_store_class", "_stores")
 
     def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
-        self._caches = caches
-        self._set = caches._store_class.set_call
+        self._store_class, self._stores = caches._store_class, caches._stores
         self._region = region
         self._number = 0  # stays 0 inside of another call of its thread
 
     def __enter__(self) -> None:
         self._number = next(_numbers)
         try:
-            if outer := self._set(self._number):
-                self._set(outer)
+            if not self._store_class.begin_call(self._number):
                 self._number = 0
             self._region.__enter__()
         except BaseException:  # KeyboardInterrupt comes between any two lines
@@ -467,5 +461,4 @@ class Call:
 
     def _leave(self) -> None:
         if self._number:
-            self._set(0)
-            self._caches.end(self._number)
+            self._store_class.end_call(self._stores, self._number)

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "shared_cast.h"
 #include "weight_casts.h"
@@ -151,9 +150,11 @@ void hold(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Held&
 
 // A weight's cast in the store, borrowed, or null: most calls need no more. `cast` handles all that may throw.
 PyObject* find_on_cpu(const Binding* binding, PyObject* argument) {
-  if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) return nullptr;
-  CastStore* store = binding->store;
-  if (store->bypassed || store->capturing != Py_None || !THPVariable_Unpack(argument).is_cpu()) return nullptr;
+  if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) {
+    return nullptr;
+  }
+  CastStore* store = binding->store.get();
+  if (store->bypassed || !store->capturing.is_none() || !THPVariable_Unpack(argument).is_cpu()) return nullptr;
   return store->find(argument);
 }
 
@@ -166,17 +167,19 @@ PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
     // Scripts edit leaves through .data, which torch does not count, but not results of autograd.
     const bool is_activation = !is_weight && c10::GradMode::is_enabled() && !tensor.is_leaf();
     if (is_weight || is_activation) {
-      const int bypassed = is_bypassed(binding->store);
-      if (bypassed < 0) return nullptr;
+      const bool bypassed = is_bypassed(*binding->store);
       if (is_weight) {
-        if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
-        if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
-        return make_weight_cast(binding->store, argument, binding->target);
+        if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight.ptr(), argument);
+        if (!is_on_our_device(*binding->control, tensor)) return Py_NewRef(argument);
+        return make_weight_cast(binding->store.get(), argument, binding->target);
       }
       if (!bypassed && !tensor.is_inference() && !in_forward_mode()) {
         at::Tensor found = binding->store->find_recent(tensor);
-        if (found.defined()) return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found, at::sequence_number::get_and_increment())));
-        if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
+        if (found.defined()) {
+          const uint64_t order = at::sequence_number::get_and_increment();
+          return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found, order)));
+        }
+        if (!is_on_our_device(*binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
         binding->store->keep_recent(tensor, made, version);
@@ -184,7 +187,7 @@ PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
       }
     }
   }
-  if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
+  if (!is_on_our_device(*binding->control, tensor)) return Py_NewRef(argument);
   return THPVariable_Wrap(held.emplace_back(convert(tensor, binding->target)));
   END_HANDLE_TH_ERRORS
 }
@@ -202,12 +205,7 @@ struct Arguments {
 };
 
 void release(Binding* binding) {
-  if (binding == nullptr || --binding->references > 0) return;
-  Py_DECREF(binding->control);
-  Py_DECREF(binding->slow);
-  Py_XDECREF(binding->store);
-  Py_XDECREF(binding->cast_weight);
-  delete binding;
+  if (binding != nullptr && --binding->references == 0) delete binding;
 }
 
 // Keeps alive what a call needs, even if the Call is unbound meanwhile.
@@ -230,14 +228,14 @@ struct InUse {
 // But a function written in Python that was given lower precision calls others, which have rows of their own.
 struct PastAutocast {
   PastAutocast(const Binding* binding, ThreadKeys& thread)
-      : control(binding->control), thread(thread), added(keys(binding) - thread.excluded()) {
+      : control(binding->control.get()), thread(thread), added(keys(binding) - thread.excluded()) {
     thread.set_excluded(thread.excluded() | added);
   }
   ~PastAutocast() {
     thread.set_excluded(thread.excluded() - added);
     if (control->installed) return;
     // A session ended during the call: casting, which it switched off, stays off.
-    for (int i = 0; i < control->known; ++i) at::autocast::set_autocast_enabled(control->device_types[i], false);
+    for (c10::DeviceType type : control->known) at::autocast::set_autocast_enabled(type, false);
   }
   PastAutocast(const PastAutocast&) = delete;
   PastAutocast& operator=(const PastAutocast&) = delete;
@@ -255,7 +253,10 @@ struct PastAutocast {
 // "Where the tables hold" in ampkit/models/NOTES.md: whether Python has to look at such a call.
 bool may_hold_lower_precision(PyObject* const* args, Py_ssize_t total) {
   for (Py_ssize_t i = 0; i < total; ++i) {
-    if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type()) : !holds_no_tensors(args[i])) return true;
+    if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type())
+                           : !holds_no_tensors(args[i])) {
+      return true;
+    }
   }
   return false;
 }
@@ -266,21 +267,20 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   ThreadKeys& thread = keys_of_this_thread();
   // A subclass must see a call of torch's own method, which Python arranges.
   const bool is_subclass = nargs > 0 && !is_tensor(args[0]) && is_subclass_of_tensor(args[0]);
-  if (binding == nullptr || !is_on(binding->control, thread)) {
-    const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
-    const bool is_slow = binding != nullptr && (is_subclass || is_left_on(binding->control, thread) ||
-                                                (binding->control->stores && may_hold_lower_precision(args, total)));
-    return PyObject_Vectorcall(is_slow ? binding->slow : use.original, args, static_cast<size_t>(nargs), kwnames);
-  }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
+  if (binding == nullptr || !is_on(*binding->control, thread)) {
+    const bool is_slow = binding != nullptr && (is_subclass || is_left_on(*binding->control, thread) ||
+                                                (binding->control->stores && may_hold_lower_precision(args, total)));
+    return PyObject_Vectorcall(is_slow ? binding->slow.ptr() : use.original, args, static_cast<size_t>(nargs), kwnames);
+  }
   uint32_t to_cast = 0;
   Verdict verdict = binding->kind == Kind::Native && !is_subclass ? Verdict::Through : Verdict::Slow;
   if (verdict == Verdict::Slow && total <= kMaxArguments && !is_watched(thread) &&
       (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
-      !(binding->follows_regions && wants_other_precision(binding->control))) {
+      !(binding->follows_regions && wants_other_precision(*binding->control))) {
     verdict = judge(binding, args, nargs, total, to_cast);
   }
-  if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow, args, static_cast<size_t>(nargs), kwnames);
+  if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow.ptr(), args, static_cast<size_t>(nargs), kwnames);
   if (verdict == Verdict::Through) {
     Held held;
     hold(binding, args, nargs, held);
@@ -309,14 +309,8 @@ PyObject* as_function(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
 
 PyObject* as_method(Call* call, PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
-  if (total < kMaxArguments) {
-    PyObject* joined[kMaxArguments];
-    joined[0] = self;
-    if (total > 0) std::memcpy(joined + 1, args, static_cast<size_t>(total) * sizeof(PyObject*));
-    return run(call, joined, nargs + 1, kwnames);
-  }
-  std::vector<PyObject*> joined(1, self);
-  joined.insert(joined.end(), args, args + total);
+  c10::SmallVector<PyObject*, kMaxArguments> joined(1, self);
+  joined.append(args, args + total);
   return run(call, joined.data(), nargs + 1, kwnames);
 }
 
@@ -384,8 +378,8 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
   const char* kind_name;
   PyObject *original, *control, *slow, *dtype, *store = Py_None, *cast_weight = Py_None;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "sOO!OO!|OO:bind", const_cast<char**>(keywords), &kind_name, &original, &SwitchType, &control,
-          &slow, &THPDtypeType, &dtype, &store, &cast_weight)) {
+          args, kwargs, "sOOOO!|OO:bind", const_cast<char**>(keywords), &kind_name, &original, &control, &slow,
+          &THPDtypeType, &dtype, &store, &cast_weight)) {
     return nullptr;
   }
   static const std::pair<const char*, Kind> kinds[] = {
@@ -397,23 +391,19 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
     PyErr_Format(PyExc_ValueError, "no kind is called %s", kind_name);
     return nullptr;
   }
-  if (kind->second == Kind::Lower && !PyObject_TypeCheck(store, &CastStoreType)) {
-    PyErr_Format(PyExc_TypeError, "kind %s needs a CastStore, got a %s", kind_name, Py_TYPE(store)->tp_name);
-    return nullptr;
-  }
-  auto* binding = new Binding();
+  auto binding = std::make_unique<Binding>();
   binding->kind = kind->second;
   binding->follows_regions = std::strcmp(kind_name, "LOWER_PRECISION_FP") == 0;
   binding->is_builtin = !PyFunction_Check(original);
   binding->target = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-  binding->control = reinterpret_cast<Switch*>(Py_NewRef(control));
-  binding->slow = Py_NewRef(slow);
+  binding->control = pybind11::cast<std::shared_ptr<Switch>>(pybind11::handle(control));
+  binding->slow = pybind11::reinterpret_borrow<pybind11::object>(slow);
   if (binding->kind == Kind::Lower) {
-    binding->store = reinterpret_cast<CastStore*>(Py_NewRef(store));
-    binding->cast_weight = Py_NewRef(cast_weight);
+    binding->store = pybind11::cast<std::shared_ptr<CastStore>>(pybind11::handle(store));
   }
+  binding->cast_weight = pybind11::reinterpret_borrow<pybind11::object>(cast_weight);
   Call* self = call_of(object);
-  release(std::exchange(self->binding, binding));
+  release(std::exchange(self->binding, binding.release()));
   Py_SETREF(self->original, Py_NewRef(original));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -466,8 +456,12 @@ PyTypeObject make_call_type() {
   return type;
 }
 
+PyTypeObject call_type = make_call_type();
+
 }  // namespace
 
-PyTypeObject CallType = make_call_type();
+void add_call(pybind11::module_& module) {
+  if (PyModule_AddType(module.ptr(), &call_type) < 0) throw pybind11::error_already_set();
+}
 
 }  // namespace ampkit

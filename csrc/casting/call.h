@@ -8,6 +8,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <new>
 
 #include "cast_store.h"
@@ -32,10 +33,10 @@ struct Binding {
   bool follows_regions;  // the target is the lower precision, which a region of torch.autocast may choose
   bool is_builtin;       // the original is written in C++
   at::ScalarType target;
-  Switch* control;
-  PyObject* slow;         // the wrapper in Python
-  CastStore* store;       // null but for Kind::Lower
-  PyObject* cast_weight;  // how Python casts a weight that is not in the store; null as above
+  std::shared_ptr<const Switch> control;
+  pybind11::object slow;             // the wrapper in Python
+  std::shared_ptr<CastStore> store;  // null but for Kind::Lower
+  pybind11::object cast_weight;      // how Python casts a weight that is not in the store
 };
 
 struct Call {
@@ -47,7 +48,5 @@ struct Call {
   PyObject* original;  // the function that is called in the end
   Binding* binding;    // null while no engine has it
 };
-
-extern PyTypeObject CallType;
 
 }  // namespace ampkit

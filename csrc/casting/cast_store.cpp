@@ -3,18 +3,17 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <structmember.h>
-#include <torch/csrc/Exceptions.h>
 
-#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "narrow_gradients.h"
 #include "shared_cast.h"
 #include "weight_casts.h"
+
+namespace py = pybind11;
 
 namespace ampkit {
 
@@ -56,39 +55,29 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 // Takes out the entries of weights for which `ends` holds. They are released afterwards, since releasing them may run Python
 // code that uses the store, and frees tensors, which lets other threads run.
 template <typename Ends>
-void take_out(Casts& casts, Ends&& ends) {
+void take_out(CastStore& store, Ends&& ends) {
   std::vector<WeightCast> doomed;
-  for (auto place = casts.of_weights.begin(); place != casts.of_weights.end();) {
+  for (auto place = store.of_weights.begin(); place != store.of_weights.end();) {
     if (!ends(*place)) {
       ++place;
       continue;
     }
     doomed.push_back(std::move(place->second));
-    place = casts.of_weights.erase(place);
+    place = store.of_weights.erase(place);
   }
 }
 
-void forget_recent(Casts& casts) { casts.recent.fill(RecentCast()); }
-
-// The callback of the weak references to weights: the address may belong to another weight by now.
-PyObject* discard(PyObject* store, PyObject* reference) {
-  take_out(reinterpret_cast<CastStore*>(store)->casts, [&](const auto& item) { return item.second.weight.get() == reference; });
-  Py_RETURN_NONE;
-}
-
-PyMethodDef discard_definition = {"discard", discard, METH_O, nullptr};
-
 // Remembers the weights that a call used, for the next call that begins with the same one.
-void note_companions(Casts& casts, Lifetime call) {
+void note_companions(CastStore& store, Lifetime call) {
   std::vector<WeightCast*> used;
-  for (auto& [key, entry] : casts.of_weights) {
+  for (auto& [key, entry] : store.of_weights) {
     if (is_recorded(key) && entry.call == call && entry.uses > 0) used.push_back(&entry);
   }
   std::sort(used.begin(), used.end(), [](auto* a, auto* b) { return a->order < b->order; });
   THPObjectPtr first = used.empty() ? THPObjectPtr() : referent(used.front()->weight.get());
   if (!first) return;
-  if (casts.companions.size() >= kMaxCompanions) casts.companions.clear();
-  std::vector<THPObjectPtr>& companions = casts.companions[first.get()];
+  if (store.companions.size() >= kMaxCompanions) store.companions.clear();
+  std::vector<THPObjectPtr>& companions = store.companions[first.get()];
   companions.clear();
   for (WeightCast* entry : used) companions.emplace_back(Py_NewRef(entry->weight.get()));
 }
@@ -97,13 +86,13 @@ void note_companions(Casts& casts, Lifetime call) {
 
 Lifetime CastStore::lifetime_of(PyObject* weight) const {
   if (this_thread.kept != kNotKept && this_thread.kept_weights->count(weight) > 0) return this_thread.kept;
-  const bool to_step = keeps_all || (this_thread.call != kNotKept && casts.to_step.count(weight) > 0);
-  return to_step && c10::GradMode::is_enabled() ? kToStep : this_thread.call;
+  const bool lives_on = keeps_all || (this_thread.call != kNotKept && to_step.count(weight) > 0);
+  return lives_on && c10::GradMode::is_enabled() ? kToStep : this_thread.call;
 }
 
 WeightCast* CastStore::usable(PyObject* weight) {
-  auto found = casts.of_weights.find(key_of(weight));
-  if (found == casts.of_weights.end()) return nullptr;
+  auto found = of_weights.find(key_of(weight));
+  if (found == of_weights.end()) return nullptr;
   WeightCast& entry = found->second;
   const ThisThread& here = this_thread;
   if (entry.lifetime != here.call && entry.lifetime != here.kept && entry.lifetime != kToStep) return nullptr;
@@ -145,13 +134,8 @@ Stamp CastStore::stamp(const at::Tensor& weight) const {
 bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used) {
   const Lifetime lifetime = lifetime_of(weight);
   if (lifetime == kNotKept) return true;
-  if (on_death == nullptr) {
-    PyObject* callback = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this));
-    if (callback == nullptr) return false;
-    Py_XSETREF(on_death, callback);  // making it may have collected garbage, which may have called this function
-  }
   WeightCast entry;
-  entry.weight = PyWeakref_NewRef(weight, on_death);
+  entry.weight = PyWeakref_NewRef(weight, on_death.ptr());
   if (!entry.weight) return false;
   // From here to the swap nothing lets other threads run.
   const at::Tensor& tensor = THPVariable_Unpack(weight);
@@ -161,17 +145,17 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, boo
   entry.call = this_thread.call;
   entry.has_node = entry.held.requires_grad();
   entry.uses = used ? 1 : 0;
-  entry.order = ++casts.kept;
+  entry.order = ++kept;
   entry.cast_version = version_of(entry.held);
   entry.stream = stream_of(tensor);
   entry.stamp = made_of;
   entry.storage = tensor.storage().getWeakStorageImpl();
-  if (stamp(tensor) == made_of) std::swap(casts.of_weights[key_of(weight)], entry);
+  if (stamp(tensor) == made_of) std::swap(of_weights[key_of(weight)], entry);
   return true;
 }
 
 at::Tensor CastStore::find_recent(const at::Tensor& activation) {
-  for (const RecentCast& entry : casts.recent) {
+  for (const RecentCast& entry : recent) {
     if (entry.activation._unsafe_get_target() != activation.unsafeGetTensorImpl()) continue;
     if (entry.version != version_of(activation) || entry.stream != stream_of(activation)) continue;
     at::Tensor cast(entry.cast.lock());
@@ -181,8 +165,8 @@ at::Tensor CastStore::find_recent(const at::Tensor& activation) {
 }
 
 void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast, uint32_t version) {
-  RecentCast& entry = casts.recent[casts.next_recent];
-  casts.next_recent = (casts.next_recent + 1) % casts.recent.size();
+  RecentCast& entry = recent[next_recent];
+  next_recent = (next_recent + 1) % recent.size();
   entry.activation = RecentCast::WeakTensor(activation.getIntrusivePtr());
   entry.cast = RecentCast::WeakTensor(cast.getIntrusivePtr());
   entry.version = version;
@@ -190,211 +174,143 @@ void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast
   entry.stream = stream_of(activation);
 }
 
-int is_bypassed(CastStore* store) {
-  if (store->bypassed) return 1;
-  if (store->capturing == nullptr || store->capturing == Py_None) return 0;
-  PyObject* answer = PyObject_CallNoArgs(store->capturing);
-  if (answer == nullptr) return -1;
-  const int truth = PyObject_IsTrue(answer);
-  Py_DECREF(answer);
-  return truth;
+bool is_bypassed(const CastStore& store) {
+  return store.bypassed || (!store.capturing.is_none() && store.capturing().cast<bool>());
 }
 
 namespace {
 
-CastStore* store_of(PyObject* self) { return reinterpret_cast<CastStore*>(self); }
-
-PyObject* store_new(PyTypeObject* type, PyObject*, PyObject*) {
-  auto* self = reinterpret_cast<CastStore*>(type->tp_alloc(type, 0));
-  if (self == nullptr) return nullptr;
-  self->capturing = Py_NewRef(Py_None);
-  new (&self->casts) Casts();
-  return reinterpret_cast<PyObject*>(self);
+std::shared_ptr<CastStore> make_store() {
+  auto store = std::make_shared<CastStore>();
+  store->on_death = py::cpp_function([weak = std::weak_ptr(store)](py::handle reference) {
+    // The address may belong to another weight by now.
+    if (const auto found = weak.lock()) {
+      take_out(*found, [&](const auto& item) { return item.second.weight.get() == reference.ptr(); });
+    }
+  });
+  return store;
 }
 
-// Casts refer to weights through autograd, which Python's garbage collector does not traverse: `drop` ends them.
-int store_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(store_of(self)->capturing);
-  Py_VISIT(store_of(self)->on_death);
-  for (auto& [first, references] : store_of(self)->casts.companions) {
-    for (THPObjectPtr& reference : references) Py_VISIT(reference.get());
-  }
-  return 0;
+Weights addresses_in(const py::tuple& weights) {
+  Weights addresses;
+  for (py::handle weight : weights) addresses.insert(weight.ptr());
+  return addresses;
 }
 
-int store_clear(PyObject* self) {
-  take_out(store_of(self)->casts, [](const auto&) { return true; });
-  store_of(self)->casts.companions.clear();
-  Py_CLEAR(store_of(self)->on_death);
-  Py_CLEAR(store_of(self)->capturing);
-  return 0;
-}
-
-void store_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  store_clear(self);
-  store_of(self)->casts.~Casts();
-  Py_TYPE(self)->tp_free(self);
-}
-
-bool check_tensor(PyObject* object, const char* name) {
-  if (THPVariable_Check(object)) return true;
-  PyErr_Format(PyExc_TypeError, "%s is a %s; expected a Tensor", name, Py_TYPE(object)->tp_name);
-  return false;
-}
-
-Weights addresses_in(PyObject* tuple) {
-  Weights weights;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) weights.insert(PyTuple_GET_ITEM(tuple, i));
-  return weights;
-}
-
-PyObject* store_cast(PyObject* object, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *weight, *convert;
-  if (!PyArg_ParseTuple(args, "OO:cast", &weight, &convert) || !check_tensor(weight, "weight")) return nullptr;
-  CastStore* self = store_of(object);
-  if (PyObject* found = self->find(weight)) return Py_NewRef(found);
-  if (PyObject* use = self->another_use(weight); use != nullptr || PyErr_Occurred()) return use;
-  const at::Tensor tensor = THPVariable_Unpack(weight);
+py::object store_cast(CastStore& store, const at::Tensor& tensor, const py::object& convert) {
+  const auto weight = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  if (PyObject* found = store.find(weight.ptr())) return py::reinterpret_borrow<py::object>(found);
+  if (PyObject* use = store.another_use(weight.ptr())) return py::reinterpret_steal<py::object>(use);
+  if (PyErr_Occurred()) throw py::error_already_set();
   const bool is_plain = is_plain_weight(tensor);
   const c10::Storage storage = is_plain ? tensor.storage() : c10::Storage();
-  const Stamp made_of = is_plain ? self->stamp(tensor) : Stamp();
-  const bool hands_on = is_plain && c10::GradMode::is_enabled() && tensor.requires_grad() && takes_narrow_gradients(tensor);
-  THPObjectPtr cast;
+  const Stamp made_of = is_plain ? store.stamp(tensor) : Stamp();
+  const bool hands_on =
+      is_plain && c10::GradMode::is_enabled() && tensor.requires_grad() && takes_narrow_gradients(tensor);
+  py::object cast;
   {
     const c10::AutoGradMode mode(c10::GradMode::is_enabled() && !hands_on);
-    cast = PyObject_CallOneArg(convert, weight);
+    cast = convert(weight);
   }
-  if (!cast || cast.get() == weight) return cast.release();
-  if (hands_on && THPVariable_CheckExact(cast.get())) {
-    pybind11::gil_scoped_release without_gil;
-    record_cast(tensor, THPVariable_Unpack(cast.get()), kAtOnce);
+  if (cast.is(weight)) return cast;
+  if (hands_on && THPVariable_CheckExact(cast.ptr())) {
+    py::gil_scoped_release without_gil;
+    record_cast(tensor, THPVariable_Unpack(cast.ptr()), kAtOnce);
   }
-  ++self->casts_made;
-  const bool keeps = is_plain && means_the_same(cast.get());
-  return keeps && !self->keep(weight, cast.get(), made_of, /*used=*/true) ? nullptr : cast.release();
-  END_HANDLE_TH_ERRORS
+  ++store.casts_made;
+  const bool keeps = is_plain && means_the_same(cast.ptr());
+  if (keeps && !store.keep(weight.ptr(), cast.ptr(), made_of, /*used=*/true)) throw py::error_already_set();
+  return cast;
 }
 
-PyObject* store_forget(PyObject* self, PyObject* tensor) {
-  HANDLE_TH_ERRORS
-  if (!check_tensor(tensor, "tensor")) return nullptr;
-  ++store_of(self)->generation;
-  forget_recent(store_of(self)->casts);
-  const c10::StorageImpl* storage = storage_of(THPVariable_Unpack(tensor));
-  take_out(store_of(self)->casts, [&](const auto& item) {
-    return weight_of(item.first) == tensor || (storage != nullptr && item.second.storage._unsafe_get_target() == storage);
+void store_forget(CastStore& store, const at::Tensor& tensor) {
+  ++store.generation;
+  store.recent.fill(RecentCast());
+  const auto weight = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  const c10::StorageImpl* storage = storage_of(tensor);
+  take_out(store, [&](const auto& item) {
+    return weight_of(item.first) == weight.ptr() ||
+        (storage != nullptr && item.second.storage._unsafe_get_target() == storage);
   });
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
-PyObject* store_drop(PyObject* self, PyObject*) {
-  ++store_of(self)->generation;
-  store_of(self)->casts.to_step.clear();
-  THPObjectPtr held = std::move(store_of(self)->casts.held_to_step);
-  take_out(store_of(self)->casts, [](const auto&) { return true; });
-  forget_recent(store_of(self)->casts);
-  Py_RETURN_NONE;
+void store_drop(CastStore& store) {
+  ++store.generation;
+  store.to_step.clear();
+  const py::object held = std::move(store.held_to_step);
+  take_out(store, [](const auto&) { return true; });
+  store.recent.fill(RecentCast());
 }
 
-PyObject* store_drop_ended(PyObject* self, PyObject*) {
-  take_out(store_of(self)->casts, [](const auto& item) { return item.second.lifetime == kEnded; });
-  Py_RETURN_NONE;
+void store_drop_ended(CastStore& store) {
+  take_out(store, [](const auto& item) { return item.second.lifetime == kEnded; });
 }
 
 // Ends a call: its casts that autograd recorded wait for `drop_ended`, others are dropped.
-PyObject* store_end(PyObject* self, PyObject* number) {
-  const Lifetime lifetime = PyLong_AsUnsignedLongLong(number);
-  Casts& casts = store_of(self)->casts;
-  note_companions(casts, lifetime);
-  for (auto& [key, entry] : casts.of_weights) {
+void store_end(CastStore& store, Lifetime lifetime) {
+  note_companions(store, lifetime);
+  for (auto& [key, entry] : store.of_weights) {
     if (entry.lifetime == lifetime && entry.has_node) entry.lifetime = kEnded;
   }
-  take_out(casts, [&](const auto& item) { return item.second.lifetime == lifetime; });
-  Py_RETURN_NONE;
+  take_out(store, [&](const auto& item) { return item.second.lifetime == lifetime; });
 }
 
-PyObject* store_keep_to_step(PyObject* self, PyObject* args) {
-  PyObject* weights;
-  if (!PyArg_ParseTuple(args, "O!:keep_to_step", &PyTuple_Type, &weights)) return nullptr;
-  Casts& casts = store_of(self)->casts;
-  casts.to_step = addresses_in(weights);
-  for (auto& [key, entry] : casts.of_weights) {
-    if (entry.lifetime == kEnded && casts.to_step.count(weight_of(key)) > 0) entry.lifetime = kToStep;
+void store_keep_to_step(CastStore& store, const py::tuple& weights) {
+  store.to_step = addresses_in(weights);
+  for (auto& [key, entry] : store.of_weights) {
+    if (entry.lifetime == kEnded && store.to_step.count(weight_of(key)) > 0) entry.lifetime = kToStep;
   }
-  THPObjectPtr before(Py_NewRef(weights));
-  std::swap(before, casts.held_to_step);
-  Py_RETURN_NONE;
+  const py::object before = std::exchange(store.held_to_step, weights);
 }
 
-PyObject* store_set_call(PyObject*, PyObject* number) {
-  return PyLong_FromUnsignedLongLong(std::exchange(this_thread.call, PyLong_AsUnsignedLongLong(number)));
+// Begins a call in this thread; false, and nothing else, if it is inside of another.
+bool begin_call(Lifetime number) {
+  if (this_thread.call != kNotKept) return false;
+  this_thread.call = number;
+  return true;
 }
 
-PyObject* store_set_kept(PyObject*, PyObject* args) {
-  PyObject* weights;
-  unsigned long long number;
-  if (!PyArg_ParseTuple(args, "KO!:set_kept", &number, &PyTuple_Type, &weights)) return nullptr;
+void end_call(const py::tuple& stores, Lifetime number) {
+  this_thread.call = kNotKept;
+  for (py::handle store : stores) store_end(store.cast<CastStore&>(), number);
+}
+
+Lifetime set_kept(Lifetime number, const py::tuple& weights) {
   delete std::exchange(this_thread.kept_weights, number == kNotKept ? nullptr : new Weights(addresses_in(weights)));
-  return PyLong_FromUnsignedLongLong(std::exchange(this_thread.kept, number));
+  return std::exchange(this_thread.kept, number);
 }
 
-PyObject* store_pairs(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  // First hold them all: making Python objects may collect garbage, which may discard entries.
-  std::vector<std::pair<THPObjectPtr, THPObjectPtr>> held;
-  for (auto& [key, entry] : store_of(self)->casts.of_weights) {
+std::vector<std::pair<py::object, py::object>> store_pairs(CastStore& store) {
+  std::vector<std::pair<py::object, py::object>> pairs;
+  for (auto& [key, entry] : store.of_weights) {
     THPObjectPtr weight = referent(entry.weight.get());
-    if (weight && entry.lifetime != kEnded) held.emplace_back(std::move(weight), Py_NewRef(entry.cast.get()));
+    if (!weight || entry.lifetime == kEnded) continue;
+    pairs.emplace_back(
+        py::reinterpret_steal<py::object>(weight.release()), py::reinterpret_borrow<py::object>(entry.cast.get()));
   }
-  THPObjectPtr pairs(PyList_New(0));
-  if (!pairs) return nullptr;
-  for (auto& [weight, cast] : held) {
-    THPObjectPtr pair(PyTuple_Pack(2, weight.get(), cast.get()));
-    if (!pair || PyList_Append(pairs.get(), pair.get()) < 0) return nullptr;
-  }
-  return pairs.release();
-  END_HANDLE_TH_ERRORS
-}
-
-PyMethodDef store_methods[] = {
-    {"cast", store_cast, METH_VARARGS, nullptr},
-    {"forget", store_forget, METH_O, nullptr},
-    {"drop", store_drop, METH_NOARGS, nullptr},
-    {"drop_ended", store_drop_ended, METH_NOARGS, nullptr},
-    {"end", store_end, METH_O, nullptr},
-    {"keep_to_step", store_keep_to_step, METH_VARARGS, nullptr},
-    {"set_call", store_set_call, METH_O | METH_STATIC, nullptr},
-    {"set_kept", store_set_kept, METH_VARARGS | METH_STATIC, nullptr},
-    {"pairs", store_pairs, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyMemberDef store_members[] = {
-    {"bypassed", T_BOOL, offsetof(CastStore, bypassed), 0, nullptr},
-    {"keeps_all", T_BOOL, offsetof(CastStore, keeps_all), 0, nullptr},
-    {"casts_made", T_PYSSIZET, offsetof(CastStore, casts_made), 0, nullptr},
-    {"capturing", T_OBJECT, offsetof(CastStore, capturing), 0, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
-
-PyTypeObject make_store_type() {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "ampkit._casting.CastStore";
-  type.tp_basicsize = sizeof(CastStore);
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
-  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.state.CastCaches.";
-  type.tp_new = store_new;
-  type.tp_dealloc = store_dealloc;
-  type.tp_traverse = store_traverse;
-  type.tp_clear = store_clear;
-  type.tp_methods = store_methods;
-  type.tp_members = store_members;
-  return type;
+  return pairs;
 }
 
 }  // namespace
 
-PyTypeObject CastStoreType = make_store_type();
+// The class CastStore, of which ampkit.casting.state.CastCaches holds one for each dtype.
+void add_cast_store(py::module_& module) {
+  py::class_<CastStore, std::shared_ptr<CastStore>>(module, "CastStore")
+      .def(py::init(&make_store))
+      .def("cast", &store_cast)
+      .def("forget", &store_forget)
+      .def("drop", &store_drop)
+      .def("drop_ended", &store_drop_ended)
+      .def("end", &store_end)
+      .def("keep_to_step", &store_keep_to_step)
+      .def("pairs", &store_pairs)
+      .def_static("begin_call", &begin_call)
+      .def_static("end_call", &end_call)
+      .def_static("set_kept", &set_kept)
+      .def_readwrite("bypassed", &CastStore::bypassed)
+      .def_readwrite("keeps_all", &CastStore::keeps_all)
+      .def_readwrite("casts_made", &CastStore::casts_made)
+      .def_readwrite("capturing", &CastStore::capturing);
+}
 
 }  // namespace ampkit

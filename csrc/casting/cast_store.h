@@ -7,8 +7,10 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -81,26 +83,22 @@ struct RecentCast {
   c10::StreamId stream = 0;
 };
 
-struct Casts {
+struct CastStore {
+  bool bypassed = false;   // look nothing up, keep nothing
+  bool keeps_all = false;  // keep whatever autograd records to the next drop
+  Py_ssize_t casts_made = 0;
+  uint64_t generation = 0;  // goes up when anything is dropped or forgotten
+  // None, or a function: whether the current stream is being captured into a CUDA graph.
+  pybind11::object capturing = pybind11::none();
+  pybind11::object on_death;                             // the callback of the weak references
   std::unordered_map<uintptr_t, WeightCast> of_weights;  // by address and mode
   std::array<RecentCast, 4> recent;
   size_t next_recent = 0;
-  Py_ssize_t kept = 0;       // so far
-  Weights to_step;           // the weights whose casts live to the optimizer step
-  THPObjectPtr held_to_step;  // a tuple of them
+  Py_ssize_t kept = 0;            // so far
+  Weights to_step;                // the weights whose casts live to the optimizer step
+  pybind11::object held_to_step;  // a tuple of them
   // The weights that a call used, by the first of them: weak references, the first weight's in front.
   std::unordered_map<PyObject*, std::vector<THPObjectPtr>> companions;
-};
-
-struct CastStore {
-  PyObject_HEAD
-  char bypassed;   // look nothing up, keep nothing
-  char keeps_all;  // keep whatever autograd records to the next drop
-  Py_ssize_t casts_made;
-  uint64_t generation;  // goes up when anything is dropped or forgotten
-  PyObject* capturing;  // None, or a function: whether the current stream is being captured into a CUDA graph
-  PyObject* on_death;   // the callback of the weak references
-  Casts casts;
 
   // The lifetime of a cast of the weight that this thread makes now.
   Lifetime lifetime_of(PyObject* weight) const;
@@ -123,9 +121,7 @@ struct CastStore {
 // How often torch counted a write to the tensor; 0 where it does not count.
 uint32_t version_of(const at::Tensor& tensor);
 
-// Whether the store must not be used now: 1, 0, or -1 with a Python exception.
-int is_bypassed(CastStore* store);
-
-extern PyTypeObject CastStoreType;
+// Whether the store must not be used now.
+bool is_bypassed(const CastStore& store);
 
 }  // namespace ampkit

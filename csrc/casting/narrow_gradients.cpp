@@ -15,12 +15,12 @@
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/stable/ops.h>
-
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -94,9 +94,15 @@ bool is_empty(const Hook& hook, const char* name) {
 bool has_hooks(AccumulateGrad& node) {
   if (!node.pre_hooks().empty() || !node.post_hooks().empty()) return true;
   const auto& after = node.tensor_post_acc_grad_hooks();
-  if (after != nullptr && !is_empty<torch::autograd::PyFunctionTensorPostAccGradHooks>(*after, "torch::autograd::PyFunctionTensorPostAccGradHooks")) return true;
+  using After = torch::autograd::PyFunctionTensorPostAccGradHooks;
+  if (after != nullptr && !is_empty<After>(*after, "torch::autograd::PyFunctionTensorPostAccGradHooks")) {
+    return true;
+  }
+  using Before = torch::autograd::PyFunctionTensorPreHook;
   for (const auto& hook : node.tensor_pre_hooks()) {
-    if (!is_ours(*hook) && !is_empty<torch::autograd::PyFunctionTensorPreHook>(*hook, "torch::autograd::PyFunctionTensorPreHook")) return true;
+    if (!is_ours(*hook) && !is_empty<Before>(*hook, "torch::autograd::PyFunctionTensorPreHook")) {
+      return true;
+    }
   }
   return false;
 }
@@ -110,18 +116,19 @@ bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
 
 bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: a pass for some inputs alone
-  return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
-      grad.layout() == at::kStrided && node.variable.requires_grad() && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
-      is_on_stream_of(node, grad);
+  return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) &&
+      !torch::autograd::AnomalyMode::is_enabled() && grad.layout() == at::kStrided && node.variable.requires_grad() &&
+      takes_narrow_gradients(node.variable) && !has_hooks(node) && is_on_stream_of(node, grad);
 }
 
 // sum += grad on a CPU, in one pass: torch's own addition of two dtypes takes more than twice the time.
 bool add_in_one_pass(const at::Tensor& sum, const at::Tensor& grad) {
   const auto is_plain = [](const at::Tensor& x) {
-    return x.is_cpu() && x.layout() == at::kStrided && x.is_contiguous() && !x.is_inference() && !x.unsafeGetTensorImpl()->is_python_dispatch();
+    return x.is_cpu() && x.layout() == at::kStrided && x.is_contiguous() && !x.is_inference() &&
+        !x.unsafeGetTensorImpl()->is_python_dispatch();
   };
-  if (!sum.defined() || sum.scalar_type() != at::kFloat || grad.scalar_type() != at::kBFloat16 || sum.sizes() != grad.sizes()) return false;
-  if (!is_plain(sum) || !is_plain(grad)) return false;
+  if (!sum.defined() || sum.scalar_type() != at::kFloat || grad.scalar_type() != at::kBFloat16) return false;
+  if (sum.sizes() != grad.sizes() || !is_plain(sum) || !is_plain(grad)) return false;
   float* to = sum.mutable_data_ptr<float>();
   const auto* from = grad.const_data_ptr<at::BFloat16>();
   constexpr int64_t kGrain = 32 * 1024;  // of torch's own loops
@@ -135,12 +142,15 @@ bool add_in_one_pass(const at::Tensor& sum, const at::Tensor& grad) {
 }  // namespace
 
 bool takes_narrow_gradients(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kFloat && weight.is_leaf() && impl::get_autograd_meta(weight) != nullptr && hook_of(weight) != nullptr;
+  return weight.scalar_type() == at::kFloat && weight.is_leaf() && impl::get_autograd_meta(weight) != nullptr &&
+      hook_of(weight) != nullptr;
 }
 
 variable_list HandOn::apply(variable_list&& grads) {
   auto* node = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
-  if (node == nullptr || !grads[0].defined() || !is_reduced(grads[0]) || !accumulates_alone(*node, grads[0])) return ToCopyBackward0::apply(std::move(grads));
+  if (node == nullptr || !grads[0].defined() || !is_reduced(grads[0]) || !accumulates_alone(*node, grads[0])) {
+    return ToCopyBackward0::apply(std::move(grads));
+  }
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   const at::Tensor grad = std::move(grads[0]);
   at::Tensor& there = node->variable.mutable_grad();
@@ -154,12 +164,19 @@ variable_list HandOn::apply(variable_list&& grads) {
   return variable_list(1);
 }
 
+// The functions for Python.
+
+namespace {
+
+// Adds the gradients (float32) of rows of a table, which was indexed by `indices`, to the table's gradient, as `HandOn` would: in
+// bfloat16, with sums over a row in float32. Returns false, and does nothing, if that is not allowed.
 bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index) {
   const auto accumulator = impl::try_get_grad_accumulator(table);
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  const auto [rows, places, _] = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
+  const auto [rows, places, _] =
+      at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
   // torch's kernel sums the gradients of each row, for the used rows only.
   at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
   if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
@@ -174,22 +191,22 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
     widen(there);
   }
   hook->has_rows = true;
-  if (!is_reduced(there)) there.index_add_(0, rows, sums);
-  else there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
+  if (!is_reduced(there)) {
+    there.index_add_(0, rows, sums);
+  } else {
+    const at::Tensor wide = there.index_select(0, rows).to(at::kFloat).add_(sums);
+    there.index_copy_(0, rows, wide.to(there.scalar_type()));
+  }
   return true;
 }
-
-// The functions for Python.
-
-namespace {
 
 thread_local bool reads_narrow = false;  // p.grad, in this thread
 
 PyGetSetDef getset_of_torch(const char* name) {
   // Not the one of torch.Tensor, which ampkit's may have replaced.
   PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
-  THPObjectPtr descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), name));
-  return descriptor ? *reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset : PyGetSetDef{};
+  const pybind11::object descriptor = pybind11::handle(reinterpret_cast<PyObject*>(base)).attr(name);
+  return *reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
 }
 
 // torch's own "grad" and "_grad".
@@ -199,7 +216,9 @@ PyGetSetDef ours[2];
 PyObject* read_grad(PyObject* self, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
   PyObject* grad = own->get(self, own->closure);
-  if (grad == nullptr || grad == Py_None || reads_narrow || !THPVariable_Check(grad) || !THPVariable_Check(self)) return grad;
+  if (grad == nullptr || grad == Py_None || reads_narrow || !THPVariable_Check(grad) || !THPVariable_Check(self)) {
+    return grad;
+  }
   const at::Tensor& weight = THPVariable_Unpack(self);
   if (!is_reduced(THPVariable_Unpack(grad)) || !takes_narrow_gradients(weight)) return grad;
   Py_DECREF(grad);
@@ -228,15 +247,20 @@ constexpr const char* kAdded =
 // grad_dtype = None. A weight in lower precision keeps float32 gradients.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
-  if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
-  if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) return own->set(self, value, own->closure);
+  if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) {
+    set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
+  }
+  if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) {
+    return own->set(self, value, own->closure);
+  }
   HANDLE_TH_ERRORS
   const at::Tensor &weight = THPVariable_Unpack(self), &grad = THPVariable_Unpack(value);
-  if (set_aside.count(weight.unsafeGetTensorImpl()) > 0 && THPVariable_CheckExact(self) && weight.is_leaf() && !weight.grad().defined() &&
-      PyErr_WarnEx(PyExc_UserWarning, kAdded, 1) < 0) {
+  if (set_aside.count(weight.unsafeGetTensorImpl()) > 0 && THPVariable_CheckExact(self) && weight.is_leaf() &&
+      !weight.grad().defined() && PyErr_WarnEx(PyExc_UserWarning, kAdded, 1) < 0) {
     return -1;
   }
-  const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat || !at::isFloatingType(grad.scalar_type());
+  const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat ||
+      !at::isFloatingType(grad.scalar_type());
   const auto* meta = impl::get_autograd_meta(weight);
   if (!fits && (meta == nullptr || !meta->allow_grad_dtype_mismatch_ || takes_narrow_gradients(weight))) {
     THPObjectPtr wide(THPVariable_Wrap(grad.to(at::kFloat)));
@@ -247,49 +271,44 @@ int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
-const at::Tensor* checked(PyObject* object) {
-  if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
-  PyErr_Format(PyExc_TypeError, "expected a Tensor, found a %s", Py_TYPE(object)->tp_name);
-  return nullptr;
-}
-
-void follow_dtype_of(const at::Tensor& weight) {
+void follow_dtype(const at::Tensor& weight) {
   auto* meta = impl::get_autograd_meta(weight);
   if (meta == nullptr || (!meta->allow_grad_dtype_mismatch_ && !meta->grad_dtype_.has_value())) return;
   weight.set_grad_dtype(weight.scalar_type());  // for an existing accumulation
   meta->grad_dtype_.reset();
 }
 
-PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  tensor->set_grad_dtype(std::nullopt);
-  if (hook_of(*tensor) == nullptr) impl::hooks(*tensor).push_back(std::make_unique<WidenFirst>(tensor->unsafeGetTensorImpl()));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+void take_narrow_gradients(const at::Tensor& weight) {
+  weight.set_grad_dtype(std::nullopt);
+  if (hook_of(weight) != nullptr) return;
+  impl::hooks(weight).push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
 }
 
-PyObject* take_none_any_more(PyObject*, PyObject* weight) {
+void take_none_any_more(const at::Tensor& weight) {
+  if (!weight.is_leaf() || impl::get_autograd_meta(weight) == nullptr || hook_of(weight) == nullptr) return;
+  if (weight.scalar_type() == at::kFloat) widen(weight.mutable_grad());
+  auto& hooks = impl::hooks(weight);
+  const auto kept = std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); });
+  hooks.erase(kept, hooks.end());
+  follow_dtype(weight);
+}
+
+void note_set_aside(const at::Tensor& weight) { set_aside.insert(weight.unsafeGetTensorImpl()); }
+
+bool is_set_aside(const at::Tensor& weight) { return set_aside.erase(weight.unsafeGetTensorImpl()) > 0; }
+
+// A function of a tensor for Python, which pybind11 would call more slowly: some are called for each parameter.
+template <auto kFunction>
+PyObject* of_tensor(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  if (tensor->is_leaf() && impl::get_autograd_meta(*tensor) != nullptr && hook_of(*tensor) != nullptr) {
-    if (tensor->scalar_type() == at::kFloat) widen(tensor->mutable_grad());
-    auto& hooks = impl::hooks(*tensor);
-    hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
-    follow_dtype_of(*tensor);
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a Tensor, found a ", Py_TYPE(object)->tp_name);
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if constexpr (std::is_void_v<decltype(kFunction(tensor))>) {
+    kFunction(tensor);
+    Py_RETURN_NONE;
+  } else {
+    return PyBool_FromLong(kFunction(tensor));
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* follow_dtype(PyObject*, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  const at::Tensor* tensor = checked(weight);
-  if (tensor == nullptr) return nullptr;
-  follow_dtype_of(*tensor);
-  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -297,34 +316,9 @@ PyObject* takes_narrow(PyObject*, PyObject* weight) {
   return PyBool_FromLong(THPVariable_Check(weight) && takes_narrow_gradients(THPVariable_Unpack(weight)));
 }
 
-PyObject* hand_on_rows_of(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *table, *grad, *indices;
-  long long padding_index;
-  if (!PyArg_ParseTuple(args, "OOOL:hand_on_rows", &table, &grad, &indices, &padding_index)) return nullptr;
-  if (checked(table) == nullptr || checked(grad) == nullptr || checked(indices) == nullptr) return nullptr;
-  bool did;
-  {
-    pybind11::gil_scoped_release without_gil;
-    did = hand_on_rows(THPVariable_Unpack(table), THPVariable_Unpack(grad), THPVariable_Unpack(indices), padding_index);
-  }
-  return PyBool_FromLong(did);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* note_set_aside(PyObject*, PyObject* weight) {
-  if (checked(weight) == nullptr) return nullptr;
-  set_aside.insert(THPVariable_Unpack(weight).unsafeGetTensorImpl());
-  Py_RETURN_NONE;
-}
-
-PyObject* is_set_aside(PyObject*, PyObject* weight) {
-  if (checked(weight) == nullptr) return nullptr;
-  return PyBool_FromLong(set_aside.erase(THPVariable_Unpack(weight).unsafeGetTensorImpl()) > 0);
-}
-
 PyObject* stored_gradient(PyObject*, PyObject* weight) {
-  return checked(weight) == nullptr ? nullptr : torchs[0].get(weight, torchs[0].closure);
+  if (!THPVariable_Check(weight)) return PyErr_Format(PyExc_TypeError, "expected a Tensor");
+  return torchs[0].get(weight, torchs[0].closure);
 }
 
 PyObject* read_narrow(PyObject*, PyObject* flag) {
@@ -332,29 +326,29 @@ PyObject* read_narrow(PyObject*, PyObject* flag) {
 }
 
 PyMethodDef functions[] = {
-    {"take_narrow_gradients", take_narrow_gradients, METH_O, nullptr},
-    {"take_none_any_more", take_none_any_more, METH_O, nullptr},
-    {"follow_dtype", follow_dtype, METH_O, nullptr},
+    {"take_narrow_gradients", of_tensor<take_narrow_gradients>, METH_O, nullptr},
+    {"take_none_any_more", of_tensor<take_none_any_more>, METH_O, nullptr},
+    {"follow_dtype", of_tensor<follow_dtype>, METH_O, nullptr},
     {"takes_narrow_gradients", takes_narrow, METH_O, nullptr},
-    {"hand_on_rows", hand_on_rows_of, METH_VARARGS, nullptr},
-    {"note_set_aside", note_set_aside, METH_O, nullptr},
-    {"is_set_aside", is_set_aside, METH_O, nullptr},
+    {"note_set_aside", of_tensor<note_set_aside>, METH_O, nullptr},
+    {"is_set_aside", of_tensor<is_set_aside>, METH_O, nullptr},
     {"stored_gradient", stored_gradient, METH_O, nullptr},
     {"read_narrow", read_narrow, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
-bool add_narrow_gradients(PyObject* module) {
+// Functions, and the descriptors "grad" and "_grad" for torch.Tensor.
+void add_narrow_gradients(pybind11::module_& module) {
   const char* names[] = {"grad", "_grad"};
   for (int i = 0; i < 2; ++i) {
     torchs[i] = getset_of_torch(names[i]);
-    if (torchs[i].get == nullptr) return false;
     ours[i] = {torchs[i].name, read_grad, write_grad, torchs[i].doc, &torchs[i]};
     PyObject* descriptor = PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(THPVariableClass), &ours[i]);
-    if (descriptor == nullptr || PyModule_AddObject(module, names[i], descriptor) < 0) return false;
+    module.attr(names[i]) = pybind11::reinterpret_steal<pybind11::object>(descriptor);
   }
-  return PyModule_AddFunctions(module, functions) == 0;
+  module.def("hand_on_rows", torch::wrap_pybind_function_no_gil(hand_on_rows));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw pybind11::error_already_set();
 }
 
 }  // namespace ampkit

@@ -17,11 +17,4 @@ struct HandOn : public torch::autograd::generated::ToCopyBackward0 {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
 };
 
-// Adds the gradients (float32) of rows of a table, which was indexed by `indices`, to the table's gradient, as `HandOn` would: in
-// bfloat16, with sums over a row in float32. Returns false, and does nothing, if that is not allowed.
-bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index);
-
-// {"take_narrow_gradients": function, ...}, and the descriptors "grad" and "_grad" for torch.Tensor.
-bool add_narrow_gradients(PyObject* module);
-
 }  // namespace ampkit

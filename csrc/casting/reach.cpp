@@ -1,5 +1,4 @@
-#include "reach.h"
-
+// The leaves of the graph of a loss, and whether gradients are unchanged: ampkit/iteration/reach.py and gradients.py.
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -84,12 +83,10 @@ bool are_still(const py::capsule& before, const py::list& params) {
 
 }  // namespace
 
-bool add_reach(PyObject* module) {
-  auto added = py::reinterpret_borrow<py::module_>(module);
-  added.def("leaves_of", &leaves_of);
-  added.def("seen", &seen);
-  added.def("are_still", &are_still);
-  return true;
+void add_reach(py::module_& module) {
+  module.def("leaves_of", &leaves_of);
+  module.def("seen", &seen);
+  module.def("are_still", &are_still);
 }
 
 }  // namespace ampkit

@@ -28,12 +28,10 @@ auto make_node(uint64_t order) {
 // torch.autograd.graph.node_creation_hook, if torch has it.
 template <typename Pointer, typename Node>
 void call_creation_hooks(const Node& node) {
-  if constexpr (requires(const Pointer& any) { fire_node_creation_hooks(any); }) fire_node_creation_hooks(Pointer(node));
+  if constexpr (requires(const Pointer& any) { fire_node_creation_hooks(any); }) {
+    fire_node_creation_hooks(Pointer(node));
+  }
 }
-
-}  // namespace
-
-namespace {
 
 template <typename Node>
 void record(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {

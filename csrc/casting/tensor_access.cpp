@@ -7,6 +7,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <pybind11/pybind11.h>
+
 namespace ampkit {
 
 namespace {
@@ -53,8 +55,8 @@ const TensorAccess access = {is_unobserved, plain_tensor, wrap, count_write};
 
 }  // namespace
 
-PyObject* make_tensor_access() {
-  return PyCapsule_New(const_cast<TensorAccess*>(&access), kTensorAccess, nullptr);
+void add_tensor_access(pybind11::module_& module) {
+  module.attr("tensor_access") = pybind11::capsule(&access, kTensorAccess);
 }
 
 }  // namespace ampkit

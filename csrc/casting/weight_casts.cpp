@@ -28,8 +28,8 @@ bool is_allocated(const at::Tensor& weight) { return weight.numel() == 0 || weig
 std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   const at::Tensor& first = THPVariable_Unpack(weight);
   std::vector<THPObjectPtr> found;
-  auto last = store->casts.companions.find(weight);
-  if (last == store->casts.companions.end() || referent(last->second.front().get()).get() != weight) return found;
+  auto last = store->companions.find(weight);
+  if (last == store->companions.end() || referent(last->second.front().get()).get() != weight) return found;
   for (THPObjectPtr& reference : last->second) {
     THPObjectPtr other = referent(reference.get());
     if (other.get() == weight || !other || Py_TYPE(other.get()) != Py_TYPE(weight)) continue;
@@ -86,7 +86,8 @@ bool is_plain_weight(const at::Tensor& weight) {
 
 bool means_the_same(PyObject* cast) {
   const at::Tensor& tensor = THPVariable_Unpack(cast);
-  return THPVariable_CheckExact(cast) && !tensor.key_set().has_any(kWrappers) && !(c10::GradMode::is_enabled() && tensor.is_inference());
+  return THPVariable_CheckExact(cast) && !tensor.key_set().has_any(kWrappers) &&
+      !(c10::GradMode::is_enabled() && tensor.is_inference());
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
@@ -96,7 +97,9 @@ PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dt
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool records = c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && tensor.requires_grad();
   std::vector<THPObjectPtr> weights;
-  if (records && store->lifetime_of(weight) != kNotKept && is_worth_casting_ahead(tensor)) weights = companions_of(store, weight);
+  if (records && store->lifetime_of(weight) != kNotKept && is_worth_casting_ahead(tensor)) {
+    weights = companions_of(store, weight);
+  }
   weights.emplace(weights.begin(), Py_NewRef(weight));
   return cast_together(store, std::move(weights), dtype, records);
 }

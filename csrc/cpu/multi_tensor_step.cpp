@@ -1,5 +1,5 @@
 // multi_tensor_step on the CPU: the blocks of cpu/step_block.h and moments/cpu_step_block.h over every rule of step.h.
-#include "cpu/norms.h"
+#include "cpu/multi_tensor_apply.h"
 #include "step.h"
 
 #define AMPKIT_SOURCE "moments/cpu_step_block.h"

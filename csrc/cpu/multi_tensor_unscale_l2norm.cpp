@@ -36,7 +36,9 @@ static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, b
 
 #else
 
-#include "cpu/norms.h"
+#include <cmath>
+
+#include "cpu/multi_tensor_apply.h"
 #include "functors/multi_tensor_scale.h"
 #include "ops.h"
 
@@ -45,6 +47,8 @@ static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, b
 
 namespace ampkit {
 
+// The sums over blocks are float64, in an order that depends only on the sizes: a norm is the same bit for bit for any number of
+// threads.
 TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const TensorList& outputs, double inv_scale,
                                             const MaybeTensor& inv_scale_tensor, bool per_tensor,
                                             const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
@@ -57,6 +61,10 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const auto blocks = blocks_of(lists.flat());
   const auto unscale_block = AMPKIT_VARIANT(unscale_block);
+  const auto float_vector = [](int64_t size) {
+    return torch::stable::empty({&size, 1}, torch::headeronly::ScalarType::Float);
+  };
+  Tensor norm = float_vector(1), norms = float_vector(per_tensor ? static_cast<int64_t>(inputs.size()) : 0);
   SharedFindings found;
   std::vector<double> sums(blocks.size());
   for_each_block(blocks, [&](int64_t i) {
@@ -65,7 +73,16 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
     if (!squares.finite) found.report(blocks[i].tensor - lists.flat().data());
   });
   found.write(findings);
-  return norms_of(sums_of_tensors(lists.flat(), blocks, sums), std::fabs(static_cast<double>(functor.scale)), per_tensor);
+  std::vector<double> of_tensors(inputs.size());
+  for (size_t i = 0; i < blocks.size(); ++i) of_tensors[blocks[i].tensor - lists.flat().data()] += sums[i];
+  double total = 0;
+  for (double sum : of_tensors) total += sum;
+  const double scale = std::fabs(static_cast<double>(functor.scale));
+  const auto norm_of = [scale](double sum) { return static_cast<float>(std::sqrt(sum) * scale); };
+  *static_cast<float*>(norm.mutable_data_ptr()) = norm_of(total);
+  float* of_each = static_cast<float*>(norms.mutable_data_ptr());
+  if (per_tensor) std::transform(of_tensors.begin(), of_tensors.end(), of_each, norm_of);
+  return {norm, norms};
 }
 
 }  // namespace ampkit

@@ -55,7 +55,7 @@ static inline void visit_step(const FlatTensor<Functor::kStates + 3>& tensor, in
     if constexpr (Functor::kTakesRests)
       if (is_rest(tensor.dtype[kLower]))
         return visit_rests(tensor.data[1], tensor.data[kLower], tensor.dtype[1], offset, [&](auto params) { body(g, params); });
-    float* p = edit(tensor.data[1], tensor.dtype[1], offset, n, p_buffer);
+    float* p = load(tensor.data[1], tensor.dtype[1], offset, n, p_buffer);
     body(g, Floats{p});
     store(p);
   });
@@ -107,8 +107,8 @@ static void step_block(const Block<Functor::kStates + 3>& block, Functor functor
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const NextTile<kStates + 3> next(tensor, offset);
-    float* a = kStates > 0 ? edit(data[2], dtype[2], offset, n, a_buffer) : nullptr;
-    float* b = kStates > 1 ? edit(data[3], dtype[3], offset, n, b_buffer) : nullptr;
+    float* a = kStates > 0 ? load(data[2], dtype[2], offset, n, a_buffer) : nullptr;
+    float* b = kStates > 1 ? load(data[3], dtype[3], offset, n, b_buffer) : nullptr;
     visit_step<Functor>(
         tensor, offset, n, g_buffer, p_buffer,
         [&](const auto* g, auto params) {

@@ -6,7 +6,7 @@
 //
 // Tiles: an operator over k lists would need 3^k such loops. Instead it processes its block in tiles that fit into the
 // first-level cache. load() returns a tile as float32: the memory itself if it is float32 already, a converted copy
-// otherwise. The arithmetic is a plain loop over float32. target() and store() do the same for outputs, edit() and store() for
+// otherwise. The arithmetic is a plain loop over float32. target() and store() do the same for outputs, load() and store() for
 // tiles that are updated in place. visit_tile() does not convert bfloat16, which is a shift, for loops that are templates over it.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
@@ -18,18 +18,6 @@ struct alignas(64) TileBuffer {
   float values[kTile];
 };
 
-static inline float float_from_bits(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-static inline uint32_t bits_from_float(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
 struct Half {
   uint16_t bits;
 };
@@ -39,7 +27,7 @@ struct BFloat16 {
 };
 
 static inline float widen(float x) { return x; }
-static inline float widen(BFloat16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
+static inline float widen(BFloat16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 // Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones if it holds.
 #define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
@@ -187,19 +175,11 @@ static inline void convert(const In* from, Out* to, int64_t n) {
   for_each_vector(from, n, [&](int64_t i, Vector v, int64_t count) { put(to + i, v, count); });
 }
 
-// Elements [offset, offset + n) as float32.
-static inline const float* load(const void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
-  if (dtype == DType::kFloat) return static_cast<const float*>(data) + offset;
-  if (dtype == DType::kHalf)
-    convert(static_cast<const Half*>(data) + offset, buffer.values, n);
-  else
-    convert(static_cast<const BFloat16*>(data) + offset, buffer.values, n);
+// Elements [offset, offset + n) as float32. They may be updated in place: store() writes them back.
+static inline float* load(void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
+  if (dtype == DType::kFloat) return static_cast<float*>(data) + offset;
+  visit(data, dtype, offset, [&](const auto* from) { convert(from, buffer.values, n); });
   return buffer.values;
-}
-
-// The same, to be updated in place; store() writes it back.
-static inline float* edit(void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
-  return const_cast<float*>(load(data, dtype, offset, n, buffer));
 }
 
 // The place for float32 results, which store() then writes to the tensor.
@@ -208,19 +188,14 @@ static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer&
 }
 
 static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n) {
-  if (dtype == DType::kFloat) {
-    float* to = static_cast<float*>(data) + offset;
-    if (to != values) __builtin_memcpy(to, values, static_cast<size_t>(n) * 4);
-  } else if (dtype == DType::kHalf) {
-    convert(values, static_cast<Half*>(data) + offset, n);
-  } else {
-    convert(values, static_cast<BFloat16*>(data) + offset, n);
-  }
+  visit(data, dtype, offset, [&](auto* to) {
+    if (static_cast<void*>(to) != values) convert(values, to, n);
+  });
 }
 
 // Calls body with elements [offset, offset + n) as a loop reads them: float, or BFloat16.
 template <class Body>
-static inline auto visit_tile(const void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer, const Body& body) {
+static inline auto visit_tile(void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer, const Body& body) {
   if (dtype == DType::kBFloat16) return body(static_cast<const BFloat16*>(data) + offset);
   return body(load(data, dtype, offset, n, buffer));
 }

@@ -1,6 +1,6 @@
 // The one driver of the CUDA kernels. A launch carries a table of tensors in its arguments (nothing is copied to the
-// device beforehand); each block passes one chunk of one tensor to a functor. launch_plan.h decides what goes
-// into which launch.
+// device beforehand), and has a block for each chunk of each tensor. A block finds its tensor in prefix sums: a table with an entry
+// for each block would have room for a thousand. Tensors without elements take no slot, and no launch is empty.
 //
 // Note [dtypes at run time]: a chunk's loads and stores check its dtype, the same for all threads of a block, instead of
 // being compiled for each combination of dtypes. The kernels wait for memory, so the branch is free, lists may mix
@@ -27,7 +27,6 @@
 
 #include "functors/finite.h"
 #include "functors/split.h"
-#include "launch_plan.h"
 #include "tensor_lists.h"
 
 namespace ampkit {
@@ -236,6 +235,19 @@ void with_mix(const std::vector<FlatTensor<kDepth>>& tensors, const Run& run) {
   if (!is_known) run(AnyMix());
 }
 
+// The slot that a block works on: the last of these that begins there or before.
+__device__ inline int slot_of(const int32_t* first_blocks, int slots, int32_t block) {
+  int slot = 0;
+  for (int beyond = slots; beyond - slot > 1;) {
+    const int middle = (slot + beyond) / 2;
+    if (first_blocks[middle] <= block)
+      slot = middle;
+    else
+      beyond = middle;
+  }
+  return slot;
+}
+
 template <int kDepth, int kBytes, class Kernel>
 __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
     multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth, kBytes> table, const __grid_constant__ Kernel kernel) {
@@ -261,11 +273,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
   kernel(chunk);
 }
 
+inline int64_t chunks_of(int64_t size) { return size / kChunkSize + (size % kChunkSize != 0); }
+
 // The chunks of each tensor are consecutive blocks, counted over all launches.
 template <int kDepth>
 std::vector<int64_t> first_blocks(const std::vector<FlatTensor<kDepth>>& tensors) {
   std::vector<int64_t> first{0};
-  for (const FlatTensor<kDepth>& tensor : tensors) first.push_back(first.back() + chunks_of(tensor.numel, kChunkSize));
+  for (const FlatTensor<kDepth>& tensor : tensors) first.push_back(first.back() + chunks_of(tensor.numel));
   return first;
 }
 
@@ -273,28 +287,30 @@ template <int kBytes, int kDepth, class Kernel>
 void launch_all(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
   using Table = TensorTable<kDepth, kBytes>;
   static_assert(sizeof(Table) + sizeof(Kernel) <= kBytes, "a launch cannot carry so many arguments");
-  std::vector<int64_t> sizes;
-  sizes.reserve(tensors.size());
-  for (const FlatTensor<kDepth>& tensor : tensors) sizes.push_back(tensor.numel);
   int64_t first_block = 0;
-  for (const Launch& launch : pack_launches(sizes, kChunkSize, Table::kMaxTensors)) {
+  for (size_t i = 0; i < tensors.size();) {
     Table table;
     table.first_block = first_block;
-    table.tensors = static_cast<int32_t>(launch.tensors.size());
-    for (size_t slot = 0; slot < launch.tensors.size(); ++slot) {
-      const FlatTensor<kDepth>& tensor = tensors[launch.tensors[slot]];
+    table.tensors = 0;
+    int64_t blocks = 0;
+    for (; i < tensors.size() && table.tensors < Table::kMaxTensors; ++i) {
+      const FlatTensor<kDepth>& tensor = tensors[i];
+      if (tensor.numel == 0) continue;
+      const int32_t slot = table.tensors++;
       table.numel[slot] = tensor.numel;
-      table.tensor[slot] = static_cast<int32_t>(launch.tensors[slot]);
-      table.first_block_of[slot] = static_cast<int32_t>(launch.first_blocks[slot]);
+      table.tensor[slot] = static_cast<int32_t>(i);
+      table.first_block_of[slot] = static_cast<int32_t>(blocks);
       for (int k = 0; k < kDepth; ++k) {
         table.data[k][slot] = tensor.data[k];
         table.dtype[k][slot] = tensor.dtype[k];
       }
+      blocks += chunks_of(tensor.numel);
     }
+    if (blocks == 0) return;
     // Not a Refusal: earlier launches may have written.
-    if (launch.first_blocks.back() > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
-    const auto blocks = static_cast<unsigned>(launch.first_blocks.back());
-    multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
+    if (blocks > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
+    const auto grid = static_cast<unsigned>(blocks);
+    multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<grid, kThreads, 0, stream>>>(table, kernel);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     first_block += blocks;
   }
@@ -309,17 +325,20 @@ void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Ke
     launch_all<kMaxArguments>(tensors, kernel, stream);
 }
 
-// The device of a call. The dispatcher calls these operators if any tensor is on CUDA, even if the first one is not.
-inline int32_t device_of(const char* op, TensorView first) {
+// The device of a call, which is the current one meanwhile.
+struct OnDevice {
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream;
+};
+
+// The dispatcher calls these operators if any tensor is on CUDA, even if the first one is not.
+inline OnDevice on_device_of(const char* op, TensorView first) {
   AMPKIT_CHECK(first.device_type() == aoti_torch_device_type_cuda(), op,
                ": the lists begin on another device than CUDA, and something else is there; one call serves one device");
-  return first.get_device_index();
-}
-
-inline cudaStream_t current_stream(int32_t device_index) {
+  const int32_t index = first.get_device_index();
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  return static_cast<cudaStream_t>(stream);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  return {torch::stable::accelerator::DeviceGuard(index), static_cast<cudaStream_t>(stream)};
 }
 
 // Reports the findings of a block's threads, by one of them. Every thread of the block must call this. All write the same value

@@ -39,14 +39,12 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
   constexpr const char* op = "multi_tensor_axpby";
   AMPKIT_CHECK(arg_to_check >= -1 && arg_to_check <= 1, op, ": arg_to_check is ", arg_to_check,
                "; expected -1 (both), 0 (xs) or 1 (ys)");
-  if (xs.empty() && ys.empty() && outputs.empty()) return;
-  const TensorView some = xs.empty() ? (ys.empty() ? outputs.front() : ys.front()) : xs.front();
-  const int32_t device = device_of(op, some);
-  const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<3> lists(op, {{{xs, Role::kRead}, {ys, Role::kRead}, {outputs, Role::kWrite}}});
-  const AxpbyKernel kernel{number(op, a, a_tensor, some), number(op, b, b_tensor, some),
-                           {op, found_inf, first_bad, some}, arg_to_check != 1, arg_to_check != 0};
-  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
+  if (xs.empty()) return;
+  const OnDevice device = on_device_of(op, xs[0]);
+  const AxpbyKernel kernel{number(op, a, a_tensor, xs[0]), number(op, b, b_tensor, xs[0]),
+                           {op, found_inf, first_bad, xs[0]}, arg_to_check != 1, arg_to_check != 0};
+  multi_tensor_apply(lists.flat(), kernel, device.stream);
 }
 
 }  // namespace ampkit

@@ -38,12 +38,11 @@ void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs
                              const MaybeTensor& scale_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
   const TensorList& sources = inputs.empty() ? outputs : inputs;
-  if (sources.empty()) return;
-  const int32_t device = device_of(op, sources.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<2> lists(op, {{{sources, Role::kRead}, {outputs, Role::kWrite}}});
+  if (sources.empty()) return;
+  const OnDevice device = on_device_of(op, sources[0]);
   const ScaleKernel kernel{number(op, scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};
-  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
+  multi_tensor_apply(lists.flat(), kernel, device.stream);
 }
 
 }  // namespace ampkit

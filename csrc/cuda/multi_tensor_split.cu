@@ -25,24 +25,23 @@ struct SplitKernel {
   }
 };
 
-template <class MakeLists, class Kernel>
-void run_over(const char* op, const MakeLists& make_lists, const TensorList& first, const TensorList& second, const TensorList& third,
-         const Kernel& kernel) {
+template <class Kernel>
+void run_over(const char* op, const TensorLists<3>& lists, const TensorList& first, const Kernel& kernel) {
   if (first.empty()) return;
-  const int32_t device = device_of(op, first.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  TensorLists<3> lists = make_lists(op, first, second, third);
-  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
+  const OnDevice device = on_device_of(op, first[0]);
+  multi_tensor_apply(lists.flat(), kernel, device.stream);
 }
 
 }  // namespace
 
 void multi_tensor_join_cuda(const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
-  run_over("multi_tensor_join", join_lists, weights, rests, outputs, JoinKernel());
+  constexpr const char* op = "multi_tensor_join";
+  run_over(op, join_lists(op, weights, rests, outputs), weights, JoinKernel());
 }
 
 void multi_tensor_split_cuda(const TensorList& values, const TensorList& weights, const TensorList& rests) {
-  run_over("multi_tensor_split", split_lists, values, weights, rests, SplitKernel());
+  constexpr const char* op = "multi_tensor_split";
+  run_over(op, split_lists(op, values, weights, rests), values, SplitKernel());
 }
 
 }  // namespace ampkit

@@ -67,11 +67,9 @@ void multi_tensor_step_cuda(const std::string& rule, const TensorList& grads, co
                             const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf,
                             const MaybeTensor& each, const MaybeTensor& positions) {
   AMPKIT_CHECK(!grads.empty(), "multi_tensor_step: grads is empty");
-  const int32_t device = device_of("multi_tensor_step", grads.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const OnDevice device = on_device_of("multi_tensor_step", grads.front());
   const StepArguments given{grads, written, settings, lr, step, inv_scale, clip, found_inf, each, positions};
-  Rules::find(rule, given, [&](const auto& one) { take_step(one, grads.front(), stream); });
+  Rules::find(rule, given, [&](const auto& one) { take_step(one, grads.front(), device.stream); });
 }
 
 }  // namespace ampkit

@@ -46,9 +46,7 @@ TwoTensors multi_tensor_unscale_l2norm_cuda(const TensorList& inputs, const Tens
                                             const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_unscale_l2norm";
   AMPKIT_CHECK(!inputs.empty(), op, ": inputs is empty");
-  const int32_t device = device_of(op, inputs.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const OnDevice device = on_device_of(op, inputs.front());
   const Findings findings(op, found_inf, first_bad, inputs[0]);
   const Number factor = number(op, inv_scale, inv_scale_tensor, inputs[0]);
   // Without outputs the inputs take their place, and are only read.
@@ -56,8 +54,8 @@ TwoTensors multi_tensor_unscale_l2norm_cuda(const TensorList& inputs, const Tens
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const std::vector<int64_t> first = first_blocks(lists.flat());
   const Norms norms(inputs.front(), first, per_tensor);
-  multi_tensor_apply(lists.flat(), UnscaleKernel{factor, findings, norms.sum_of_block(), writes}, stream);
-  return norms.finish(factor, stream);
+  multi_tensor_apply(lists.flat(), UnscaleKernel{factor, findings, norms.sum_of_block(), writes}, device.stream);
+  return norms.finish(factor, device.stream);
 }
 
 }  // namespace ampkit

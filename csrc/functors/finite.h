@@ -12,10 +12,18 @@ namespace ampkit {
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 
-AMPKIT_INLINE int32_t magnitude_bits(float x) {
+AMPKIT_INLINE int32_t float_bits(float value) {
   int32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits & 0x7fffffff;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
+
+AMPKIT_INLINE float float_of_bits(int32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+AMPKIT_INLINE int32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffff; }
 
 }  // namespace ampkit

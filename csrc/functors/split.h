@@ -11,10 +11,7 @@
 // weight is stored beside the smallest weight, 2^-24, and not beside 0. Finite values too large for a weight become the largest.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#include "functors/macros.h"
+#include "functors/finite.h"
 
 namespace ampkit {
 
@@ -30,18 +27,6 @@ constexpr int32_t kRebias = 0x38000000;         // between the exponents of floa
 constexpr int32_t kFirstNormal = 0x400 << 15;  // the code of 2^-14
 constexpr float kUnit = 0x1p-39f, kUnitsOfOne = 0x1p39f;
 constexpr float kAlmostHalf = 0x1.fffffep-2f;  // rounds to nearest if the sum is truncated: 0.5 would round odd sums up
-
-AMPKIT_INLINE int32_t float_bits(float value) {
-  int32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-AMPKIT_INLINE float float_of_bits(int32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // bfloat16 without its exceptions: right if no value exceeds the largest weight. The two hold the bits of any other value too.
 AMPKIT_INLINE float join_bits(uint32_t weight, int32_t rest) {

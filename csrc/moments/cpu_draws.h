@@ -14,26 +14,22 @@ typedef __m512i Register;
 typedef __m256i Register;
 #endif
 
-// Calls of Philox at once, each in the lower half of a lane of 64 bits: the upper halves are ignored.
+// Calls of Philox at once, each in the lower half of a lane of 64 bits: the upper halves are ignored. product_of_calls is of these
+// halves. Of calls of which one stands behind the other in each 128 bits, first_calls and last_calls make whole calls.
 #if AMPKIT_LANES > 4
-typedef Register Calls;
-AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return AMPKIT_INTRINSIC(mul_epu32)(x, y); }
-AMPKIT_VECTOR_INLINE Calls upper_half(Calls x) { return AMPKIT_INTRINSIC(srli_epi64)(x, 32); }
-AMPKIT_VECTOR_INLINE Calls to_upper_half(Calls x) { return AMPKIT_INTRINSIC(slli_epi64)(x, 32); }
-#if AMPKIT_LANES == 8
-AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
-#else
-AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
-#endif
-// Calls of which one stands behind the other in each 128 bits, as whole calls: the first half of all, and the second.
-AMPKIT_VECTOR_INLINE Calls first_calls(Calls front, Calls back) { return AMPKIT_INTRINSIC(unpacklo_epi64)(front, back); }
-AMPKIT_VECTOR_INLINE Calls last_calls(Calls front, Calls back) { return AMPKIT_INTRINSIC(unpackhi_epi64)(front, back); }
+typedef uint64_t Calls __attribute__((vector_size(4 * AMPKIT_LANES)));
+AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) {
+  return reinterpret_cast<Calls>(AMPKIT_INTRINSIC(mul_epu32)(reinterpret_cast<Register>(x), reinterpret_cast<Register>(y)));
+}
+AMPKIT_VECTOR_INLINE Register first_calls(Calls front, Calls back) {
+  return AMPKIT_INTRINSIC(unpacklo_epi64)(reinterpret_cast<Register>(front), reinterpret_cast<Register>(back));
+}
+AMPKIT_VECTOR_INLINE Register last_calls(Calls front, Calls back) {
+  return AMPKIT_INTRINSIC(unpackhi_epi64)(reinterpret_cast<Register>(front), reinterpret_cast<Register>(back));
+}
 #else
 typedef uint64_t Calls;
 static inline Calls product_of_calls(Calls x, Calls y) { return (x & 0xffffffffu) * (y & 0xffffffffu); }
-static inline Calls upper_half(Calls x) { return x >> 32; }
-static inline Calls to_upper_half(Calls x) { return x << 32; }
-static inline Calls all_calls(uint64_t x) { return x; }
 static inline Calls first_calls(Calls front, Calls) { return front; }
 static inline Calls last_calls(Calls, Calls back) { return back; }
 #endif
@@ -55,32 +51,32 @@ static void draw(const Philox philox, uint32_t stream, int64_t offset, int64_t n
   }
   Calls index;
   __builtin_memcpy(&index, indices, sizeof(index));
-  const Calls lower_half = all_calls(0xffffffffu);
   for (int64_t call = 0; call * kDraws < n; call += kCallsAtOnce) {
-    Calls x0 = index, x1 = upper_half(index) | all_calls(stream << 24);
-    Calls x2 = all_calls(philox.position), x3 = all_calls(philox.step);
+    Calls x0 = index, x1 = index >> 32 | stream << 24;
+    Calls x2 = Calls{} + philox.position, x3 = Calls{} + philox.step;
     uint32_t key_low = philox.seed_low, key_high = philox.seed_high;
 #pragma GCC unroll 7
     for (int round = 0; round < kRounds; ++round) {
-      const Calls even = product_of_calls(x0, all_calls(0xD2511F53u)), odd = product_of_calls(x2, all_calls(0xCD9E8D57u));
-      x0 = upper_half(odd) ^ x1 ^ all_calls(key_low);
-      x2 = upper_half(even) ^ x3 ^ all_calls(key_high);
+      const Calls even = product_of_calls(x0, Calls{} + 0xD2511F53u), odd = product_of_calls(x2, Calls{} + 0xCD9E8D57u);
+      x0 = odd >> 32 ^ x1 ^ key_low;
+      x2 = even >> 32 ^ x3 ^ key_high;
       x1 = odd;
       x3 = even;
       key_low += 0x9E3779B9u;
       key_high += 0xBB67AE85u;
     }
-    const Calls front = (x0 & lower_half) | to_upper_half(x1), back = (x2 & lower_half) | to_upper_half(x3);
-    const Calls halves[] = {first_calls(front, back), last_calls(front, back)};
-    __builtin_memcpy(drawn.words + call * 4, halves, sizeof(halves));
-    index = index + all_calls(kCallsAtOnce);
+    const Calls front = (x0 & 0xffffffffu) | x1 << 32, back = (x2 & 0xffffffffu) | x3 << 32;
+    const auto first = first_calls(front, back), last = last_calls(front, back);
+    __builtin_memcpy(drawn.words + call * 4, &first, sizeof(first));
+    __builtin_memcpy(drawn.words + call * 4 + 2 * kCallsAtOnce, &last, sizeof(last));
+    index += kCallsAtOnce;
   }
 }
 
 // The numbers of elements [i, i + kLanes); i is a multiple of kLanes.
 AMPKIT_VECTOR_INLINE Words numbers(const Drawn& drawn, int64_t i) {
-  const uint32_t* words = drawn.words + i / 4;
 #if AMPKIT_LANES > 4
+  const uint32_t* words = drawn.words + i / 4;
   const __m128i turns = _mm_setr_epi8(0, 1, 2, 3, 3, 0, 1, 2, 2, 3, 0, 1, 1, 2, 3, 0);
 #if AMPKIT_LANES == 8
   uint64_t pair;

@@ -21,7 +21,7 @@ static void unpack(const PackedMoment& from, float* to, int64_t n) {
     const int64_t end = n - start < kMomentBlock ? n : start + kMomentBlock;
     const uint32_t base = base_of<Code>(from.highest[start / kMomentBlock] >> kDropped);
 #pragma GCC ivdep
-    for (int64_t i = start; i < end; ++i) to[i] = float_from_bits(Code::decode(from.codes[i], base));
+    for (int64_t i = start; i < end; ++i) to[i] = float_of_bits(Code::decode(from.codes[i], base));
   }
 }
 
@@ -32,12 +32,12 @@ static void pack(const float* x, const PackedMoment& to, int64_t n, const Drawn*
     uint32_t places[kMomentBlock], found = 0;
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t dither = drawn == nullptr ? kHalfPlace : place_dither(drawn->number(start + i));
-      places[i] = Code::place(bits_from_float(x[start + i]), dither);
+      places[i] = Code::place(float_bits(x[start + i]), dither);
       found = places[i] > found ? places[i] : found;
     }
     const uint32_t base = base_of<Code>(found);
     for (int64_t i = 0; i < count; ++i)
-      to.codes[start + i] = static_cast<uint8_t>(Code::encode(bits_from_float(x[start + i]), places[i], base));
+      to.codes[start + i] = static_cast<uint8_t>(Code::encode(float_bits(x[start + i]), places[i], base));
     to.highest[start / kMomentBlock] = found << kDropped;
   }
 }

@@ -14,7 +14,7 @@ static_assert(kTile % kMomentBlock == 0 && kMomentBlock % kDraws == 0, "tiles ho
 
 template <class Code>
 static float* edit_moment(void* data, DType dtype, int64_t numel, int64_t offset, int64_t n, TileBuffer& buffer) {
-  if (dtype != DType::kPacked) return edit(data, dtype, offset, n, buffer);
+  if (dtype != DType::kPacked) return load(data, dtype, offset, n, buffer);
   unpack<Code>(packed_moment(data, numel, offset), buffer.values, n);
   return buffer.values;
 }
@@ -34,7 +34,7 @@ static void store_drawn(const float* x, void* data, DType dtype, int64_t offset,
   uint16_t* to = static_cast<uint16_t*>(data) + offset;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store_words(to + i, drawn_words(words_of(load_vector(x + i)), numbers(*drawn, i)));
-  for (; i < n; ++i) to[i] = static_cast<uint16_t>(drawn_bfloat16(bits_from_float(x[i]), drawn->number(i)));
+  for (; i < n; ++i) to[i] = static_cast<uint16_t>(drawn_bfloat16(float_bits(x[i]), drawn->number(i)));
 }
 
 template <class Code>

@@ -585,18 +585,6 @@ def test_kernels_on_the_cpu_wait_for_what_they_read():
     assert scale_in(state) == 4.0 and waited_for == [True] * 6
 
 
-@pytest.mark.compiled("kernels")
-def test_launch_plan_covers_every_chunk_once():
-    sizes = [(i * 7919) % 2000 for i in range(5000)] + [1 << 33]
-    chunk, tensors = 1 << 16, 72
-    rows = torch.ops.ampkit.plan_launches(sizes, chunk, tensors).tolist()
-    assert [(t, c) for _, t, _, c in rows] == [(t, c) for t, size in enumerate(sizes) for c in range(-(-size // chunk))]
-    for _, launch in itertools.groupby(rows, key=lambda row: row[0]):
-        launch = list(launch)
-        assert max(slot for _, _, slot, _ in launch) < tensors
-        assert len({(t, slot) for _, t, slot, _ in launch}) == len({slot for _, _, slot, _ in launch})
-
-
 @pytest.mark.skipif(not cuda_is_emulated(), reason="counts launches of the emulated CUDA kernels")
 def test_lists_take_few_launches():
     """A launch has room for 32,252 bytes of tensors: 944 with 34 bytes each (two lists), 528 with 61 (the five of Adam)."""
@@ -607,12 +595,16 @@ def test_lists_take_few_launches():
         call()
         return ampkit_emulated.launches() - before
 
-    tiny = [torch.ones(2) for _ in range(5000)]
-    outputs = [torch.zeros(2) for _ in tiny]
-    assert launches(lambda: kernels.multi_tensor_scale(tiny, outputs, 0.5)) == 6
-    assert all(out.tolist() == [0.5, 0.5] for out in outputs)
+    sizes = [i * 7919 % 2000 // 50 for i in range(5000)]  # of which 125 are 0
+    sizes[944:944] = [65536, 3 * 65536 + 1]  # five chunks: the end of one launch, and the beginning of the next
+    mixed, blocks = [torch.ones(size) for size in sizes], ampkit_emulated.blocks()
+    outputs = list(map(torch.zeros_like, mixed))
+    assert launches(lambda: kernels.multi_tensor_scale(mixed, outputs, 0.5)) == 6
+    assert ampkit_emulated.blocks() - blocks == 4875 + 5
+    assert all(bool((out == 0.5).all()) for out in outputs)
+    tiny = [torch.ones(2) for _ in range(1300)]
     lists = [[torch.ones(2) for _ in range(1100)] for _ in range(4)]
     rule = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, step=1.0, decoupled=True)
     assert launches(lambda: kernels.multi_tensor_adam(*lists, **rule)) == 3
     # 944 of two lists, of which the second is not written; the norms of all tensors, and the norm of all of them.
-    assert launches(lambda: kernels.multi_tensor_l2norm(tiny[:1300], per_tensor=True)) == 2 + 1 + 1
+    assert launches(lambda: kernels.multi_tensor_l2norm(tiny, per_tensor=True)) == 2 + 1 + 1

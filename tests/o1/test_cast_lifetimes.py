@@ -6,11 +6,13 @@ float32 as torch.autocast is. Loops that write no weight between forwards are sc
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from everyday import Run, flat
+from helpers import backward, initialize_quietly, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -318,6 +320,19 @@ def test_512_uses_of_a_weight_add_up_in_float32(how):
     initialized(model)
     USES[how](model, torch.full((1, 4), term, requires_grad=True)).float().sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 512 * term))
+
+
+@pytest.mark.compiled("wrappers")
+@pytest.mark.parametrize("lives", ["in keep_casts", "to the step"])
+def test_two_calls_with_one_cast_add_up_in_float32(lives):
+    """In bfloat16 256 + 1 is 256: what the gradient would be if both calls of a loss used the cast's node in the graph."""
+    model, optimizer = initialize_quietly(nn.Linear(1, 1, bias=False), sgd, "O1")
+    with ampkit.keep_casts(model) if lives == "in keep_casts" else nullcontext():
+        if lives == "to the step":
+            backward(model(torch.zeros(1, 1)).sum(), optimizer, delay_unscale=True)
+        loss = sum(model(torch.full((1, 1), x)).float().sum() for x in (256.0, 1.0))
+    backward(loss, optimizer)
+    assert casts_made() == 1 and model.weight.grad.item() == 257.0
 
 
 @pytest.mark.compiled("wrappers")
