@@ -73,7 +73,7 @@ class OptimizerWrapper:
             ):
                 if hasattr(optimizer, name):
                     self._replace(optimizer, name, method)
-            for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
+            for inner in inner_optimizers(optimizer):
                 self._replace(inner, "step", self._step_of_inner)
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.hooks.follow(optimizer, none=True)  # the session checks gradients

@@ -257,3 +257,19 @@ def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
 
     expected, found = moved("O0"), moved(level)
     assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_an_overflow_skips_the_step_of_an_optimizer_inside_of_another(level):
+    model, optimizer = initialize_quietly(
+        model_of_test(), lambda p: SAM(p, torch.optim.SGD, lr=0.1), level, loss_scale=4.0
+    )
+    for factor, is_skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
+        before = values_of(model)
+        backward(loss_of(model), optimizer)
+        optimizer.first_step()
+        backward(loss_of(model) * factor, optimizer)
+        optimizer.second_step()
+        assert ampkit.step_was_skipped(optimizer) is is_skipped
+        for name, value in model.state_dict().items():
+            assert value.isfinite().all() and torch.equal(value, before[name]) is is_skipped, name
