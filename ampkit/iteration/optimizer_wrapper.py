@@ -75,6 +75,8 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer):
                 self._replace(inner, "step", self._step_of_inner)
+                if hasattr(inner, "load_state_dict"):
+                    self._replace(inner, "load_state_dict", self._load_state_dict)
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.hooks.follow(optimizer, none=True)  # the session checks gradients
             wrapper_refs.append(weakref.ref(self, wrapper_refs.remove))

@@ -1,5 +1,6 @@
 """Optimizers whose groups a script changes, that have lists of parameters of their own, or other optimizers inside."""
 
+import copy
 import functools
 
 import pytest
@@ -273,3 +274,16 @@ def test_an_overflow_skips_the_step_of_an_optimizer_inside_of_another(level):
         assert ampkit.step_was_skipped(optimizer) is is_skipped
         for name, value in model.state_dict().items():
             assert value.isfinite().all() and torch.equal(value, before[name]) is is_skipped, name
+
+
+def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32():
+    model, optimizer = initialize_quietly(model_of_test(), lambda p: SAM(p, torch.optim.AdamW, lr=0.1), "O2")
+    base = optimizer.base_optimizer
+    backward(loss_of(model), optimizer)
+    optimizer.first_step()
+    backward(loss_of(model), optimizer)
+    optimizer.second_step()
+    saved = copy.deepcopy(base.state_dict()["state"])
+    base.load_state_dict(base.state_dict())
+    assert_same(base.state_dict()["state"], saved)
+    assert saved[0]["exp_avg"].dtype is torch.float32
