@@ -177,7 +177,8 @@ class OptimizerWrapper:
         return True
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
-        before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
+        handed_on = None if hasattr(type(optimizer), name) else getattr(optimizer, name)  # by __getattr__
+        before, ref = vars(optimizer).get(name, handed_on), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
         run = uncompiled(method)  # kernels and the look at gradients are no part of a graph
 

@@ -287,3 +287,35 @@ def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32(
     base.load_state_dict(base.state_dict())
     assert_same(base.state_dict()["state"], saved)
     assert saved[0]["exp_avg"].dtype is torch.float32
+
+
+class Scheduled:
+    """An optimizer around another (Vaswani et al. 2017): it sets the rate, and hands on what it does not define."""
+
+    def __init__(self, inner):
+        self.inner, self.count = inner, 0
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self):
+        self.count += 1
+        self.inner.param_groups[0]["lr"] = 1.0 / self.count
+        self.inner.step()
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_an_optimizer_may_hand_on_the_methods_of_another(level):
+    """Slopes 1 and 2 at rates 1 and 1/2 lead from 8 to 6. The overflow between them changes neither weight nor rate."""
+
+    def make(params, lr):
+        return Scheduled(torch.optim.SGD(params, lr=lr))
+
+    model, optimizer = one_weight(8.0, make, opt_level=level, check_gradients=True)
+    for slope in 1.0, float("inf"), 2.0:
+        optimizer.zero_grad()
+        backward_of_one_weight(model, optimizer, slope)
+        optimizer.step()
+    assert model.state_dict()["weight"].item() == 6.0
+    ampkit.close()
+    assert list(vars(optimizer)) == ["inner", "count"]
