@@ -15,6 +15,7 @@ from . import validation
 from .casting.decorators import CastsOfCallsDisabled, casts_of_calls_disabled
 from .casting.engine import active_casting, switch_off_left_on
 from .casting.tensors import cast_state, params_of, states_to_cast
+from .compiling import uncompiled
 from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
@@ -213,6 +214,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     yield from params_of(optimizer) if wrapper is None else wrapper.master_params()
 
 
+@uncompiled
 def clip_grad_norm_(
     optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

@@ -6,15 +6,30 @@ must not be: `compiled_models` runs it before compiled code instead ("Loans and 
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from .patching import PatchSet
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+_compiling = torch.compiler.is_dynamo_compiling
+
+
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that is no part of a graph: in compiled code the graph ends there, and the function runs as elsewhere."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        run = torch._dynamo.disable(function) if _compiling() else function
+        return run(*args, **kwargs)
+
+    return call
 
 
 def forget_traces() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
+from ..compiling import uncompiled
 from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler, validate_scaler_state
@@ -45,7 +46,7 @@ def _torchs_if_disabled(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         used = method if self._owner().plan.enabled else getattr(TorchGradScaler, method.__name__)
-        return used(self, *args, **kwargs)
+        return uncompiled(used)(self, *args, **kwargs)
 
     return call
 

@@ -401,7 +401,7 @@ class Findings:
                 self._found = scaler.update(self._combine_flags(again) if self._beside else again)
                 if scaler.has_news:
                     scaler.report()
-            elif before is None:
+            elif before is None or not (new or self._gradients.judged):  # only steps have looked
                 apart.append(again)
                 self._found = again
             elif not again.is_clean:

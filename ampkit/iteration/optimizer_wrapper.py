@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
+from ..compiling import uncompiled
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
@@ -72,8 +73,10 @@ class OptimizerWrapper:
             ):
                 if hasattr(optimizer, name):
                     self._replace(optimizer, name, method)
-            for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
+            for inner in inner_optimizers(optimizer):
                 self._replace(inner, "step", self._step_of_inner)
+                if hasattr(inner, "load_state_dict"):
+                    self._replace(inner, "load_state_dict", self._load_state_dict)
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.hooks.follow(optimizer, none=True)  # the session checks gradients
             wrapper_refs.append(weakref.ref(self, wrapper_refs.remove))
@@ -174,8 +177,10 @@ class OptimizerWrapper:
         return True
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
-        before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
+        handed_on = None if hasattr(type(optimizer), name) else getattr(optimizer, name)  # by __getattr__
+        before, ref = vars(optimizer).get(name, handed_on), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
+        run = uncompiled(method)  # kernels and the look at gradients are no part of a graph
 
         # wraps() carries over the marks that learning-rate schedulers leave on the function: they look for ``__func__``.
         @functools.wraps(original)
@@ -183,8 +188,6 @@ class OptimizerWrapper:
             call_original = original if before is not None else functools.partial(original, ref())
             if not self.active:
                 return call_original(*args, **kwargs)
-            # Uncompiled: kernels and the look at gradients are no part of a graph.
-            run = torch._dynamo.disable(method) if _compiling() else method
             return run(call_original, *args, **kwargs)
 
         self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from .. import kernels
 from ..casting.cpp_wrappers import library as _library
 from ..casting.narrow_gradients import stored_gradient
+from ..compiling import uncompiled
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, Reference, SharedPatches, by_tensor
@@ -124,6 +125,7 @@ def warn_of_grad_scaler(original: Callable, grad_scaler: Any, optimizer: Any, *a
     return original(grad_scaler, optimizer, *args, **kwargs)
 
 
+@uncompiled
 def _clip_narrow_gradients(
     original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:

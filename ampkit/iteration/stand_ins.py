@@ -26,7 +26,7 @@ class StandIns:
         self._refs = [weakref.ref(x) for x in (optimizer, *inner_optimizers(optimizer))]
         self._gradients = gradients
         self._of: dict[Slot, nn.Parameter] = {}
-        self.are_in_place = False
+        self.are_in_place = False  # also where there are none: whether a step runs, of these optimizers
         # Whether a step is known to move stand-ins: an optimizer with a list of its own steps past them.
         self._moves = is_known(optimizer)
         self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # copies of weights and stand-ins
@@ -38,10 +38,13 @@ class StandIns:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Let the optimizer step over the stand-ins, then split their values into the model's weights and rests."""
-        if self.are_in_place or not self._gradients.stored:
+        if self.are_in_place:
             yield
             return
         with self.in_groups():
+            if not self._gradients.stored:
+                yield
+                return
             self.take_from_model()
             try:
                 yield
@@ -74,7 +77,7 @@ class StandIns:
 
     def _exchange(self, replacements: Mapping[Tensor, Tensor]) -> None:
         done: set[int] = set()  # lists that several optimizers share
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if replacements else ():
             for group in optimizer.param_groups:
                 params = group["params"]
                 if id(params) not in done:
@@ -99,7 +102,7 @@ class StandIns:
         gradients = self._gradients.in_float32()
         for slot in self._gradients.stored:
             self._of[slot].grad = gradients.get(slot)
-        if not self._moves:
+        if self._gradients.stored and not self._moves:
             values = ((slot, self._of.get(slot, slot.param)) for slot in self._gradients.slots)
             self._before = {slot: (slot.param.detach().clone(), value.detach().clone()) for slot, value in values}
 

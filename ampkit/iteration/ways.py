@@ -44,7 +44,7 @@ class Traits(NamedTuple):
     @classmethod
     def of(cls, optimizer: Any) -> Traits:
         is_ours = isinstance(optimizer, FusedOptimizer) and "step" not in vars(optimizer)
-        step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
+        step = inspect.unwrap(getattr(type(optimizer), "step", optimizer.step))  # torch wraps it for its hooks
         takes_inputs = is_ours and optimizer.takes_step_inputs and step.__module__.startswith("ampkit.")
         own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
         return cls(

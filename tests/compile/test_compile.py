@@ -284,8 +284,9 @@ ONE_PASS = {
 
 
 @pytest.mark.parametrize("name", ONE_PASS)
-@pytest.mark.parametrize("compiled", ["model", "iteration"])
+@pytest.mark.parametrize("compiled", ["model", "iteration", "iteration of any size"])
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
+@pytest.mark.filterwarnings("error:Dynamo")
 def test_one_pass_steps_beside_compiled_code_are_those_of_float64(level, compiled, name):
     """Gradients are exact in any precision: the loss is linear in the weights, and the batch small integers."""
     model = nn.Linear(7, 5)
@@ -297,8 +298,8 @@ def test_one_pass_steps_beside_compiled_code_are_those_of_float64(level, compile
     def iteration(x, factors):
         iterate(lambda: (forward(x) * factors).float().sum(), optimizer)
 
-    if compiled == "iteration":  # steps are no part of its graphs
-        iteration = torch.compile(iteration, backend="eager")
+    if compiled != "model":  # blocks and steps are no part of its graphs
+        iteration = torch.compile(iteration, backend="eager", dynamic=compiled != "iteration" or None)
     for _ in range(4):
         x, factors = torch.randint(-3, 4, (4, 7)).float(), torch.randint(-3, 4, (4, 5)).float()
         iteration(x, factors)

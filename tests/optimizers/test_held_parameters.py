@@ -1,5 +1,6 @@
 """Optimizers whose groups a script changes, that have lists of parameters of their own, or other optimizers inside."""
 
+import copy
 import functools
 
 import pytest
@@ -257,3 +258,64 @@ def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
 
     expected, found = moved("O0"), moved(level)
     assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_an_overflow_skips_the_step_of_an_optimizer_inside_of_another(level):
+    model, optimizer = initialize_quietly(
+        model_of_test(), lambda p: SAM(p, torch.optim.SGD, lr=0.1), level, loss_scale=4.0
+    )
+    for factor, is_skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
+        before = values_of(model)
+        backward(loss_of(model), optimizer)
+        optimizer.first_step()
+        backward(loss_of(model) * factor, optimizer)
+        optimizer.second_step()
+        assert ampkit.step_was_skipped(optimizer) is is_skipped
+        for name, value in model.state_dict().items():
+            assert value.isfinite().all() and torch.equal(value, before[name]) is is_skipped, name
+
+
+def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32():
+    model, optimizer = initialize_quietly(model_of_test(), lambda p: SAM(p, torch.optim.AdamW, lr=0.1), "O2")
+    base = optimizer.base_optimizer
+    backward(loss_of(model), optimizer)
+    optimizer.first_step()
+    backward(loss_of(model), optimizer)
+    optimizer.second_step()
+    saved = copy.deepcopy(base.state_dict()["state"])
+    base.load_state_dict(base.state_dict())
+    assert_same(base.state_dict()["state"], saved)
+    assert saved[0]["exp_avg"].dtype is torch.float32
+
+
+class Scheduled:
+    """An optimizer around another (Vaswani et al. 2017): it sets the rate, and hands on what it does not define."""
+
+    def __init__(self, inner):
+        self.inner, self.count = inner, 0
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self):
+        self.count += 1
+        self.inner.param_groups[0]["lr"] = 1.0 / self.count
+        self.inner.step()
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_an_optimizer_may_hand_on_the_methods_of_another(level):
+    """Slopes 1 and 2 at rates 1 and 1/2 lead from 8 to 6. The overflow between them changes neither weight nor rate."""
+
+    def make(params, lr):
+        return Scheduled(torch.optim.SGD(params, lr=lr))
+
+    model, optimizer = one_weight(8.0, make, opt_level=level, check_gradients=True)
+    for slope in 1.0, float("inf"), 2.0:
+        optimizer.zero_grad()
+        backward_of_one_weight(model, optimizer, slope)
+        optimizer.step()
+    assert model.state_dict()["weight"].item() == 6.0
+    ampkit.close()
+    assert list(vars(optimizer)) == ["inner", "count"]

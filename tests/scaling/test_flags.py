@@ -250,6 +250,28 @@ def test_gradients_kept_for_a_step_are_judged_by_their_own_values(level, scale, 
     assert value(model) == before and ampkit.step_was_skipped(optimizer)
 
 
+BY_HAND = {
+    "assigned": lambda param, gradient: setattr(param, "grad", gradient),
+    "in place": lambda param, gradient: param.grad.copy_(gradient),
+    "through data": lambda param, gradient: param.grad.data.copy_(gradient),
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+@each_case
+def test_gradients_that_no_block_has_made_are_judged_by_their_own_values(level, scale, make, way):
+    """As of torch.autograd.grad and torch.func.grad, without a zero_grad() in between."""
+    model, optimizer = made(level, scale, make=make)
+    assign(model, torch.zeros_like)
+    for slope, expected in ((1.0, False), (BAD, True), (1.0, False)):
+        before = value(model)
+        for param in model.parameters():
+            BY_HAND[way](param, torch.full_like(param, slope))
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer) is expected
+        assert (value(model) == before) is expected
+
+
 @pytest.mark.compiled("wrappers")  # a float32 gradient is put on a weight in lower precision
 @each_level_once
 def test_gradients_put_back_after_zero_grad_are_judged_by_their_own_values(level, scale):
