@@ -206,44 +206,10 @@ def private_sgd_by_vmap(run):
     return {"losses": losses, "weights": way()}
 
 
-# -- gradients that are looked at
-
-
-def halved(run, halve):
-    def edit(model):
-        for p in model.parameters():
-            halve(p.grad)
-
-    return stepped(run, edit)
-
-
 @script()
 def views_of_gradients_by_numpy(run):
-    return halved(run, lambda grad: np.multiply(grad.numpy(), 0.5, out=grad.numpy()))
+    def halve(model):
+        for p in model.parameters():
+            np.multiply(p.grad.numpy(), 0.5, out=p.grad.numpy())
 
-
-@script()
-def views_of_gradients_by_dlpack(run):
-    return halved(run, lambda grad: torch.from_dlpack(grad).mul_(0.5))
-
-
-@script()
-def validation_in_inference_mode(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    losses = []
-
-    def losses_of(_):
-        for part in zip(x.split(16), y.split(16)):
-            with torch.inference_mode():
-                losses.append(run.error(model, x.flip(0), y.flip(0)).clone())
-            loss = run.error(model, *part)
-            with torch.inference_mode():
-                losses.append(run.error(model, x.flip(1), y).clone())
-            yield loss
-
-    def clip():
-        with torch.inference_mode():
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-    found = learn(run, model, optimizer, losses_of, 4, edit=clip, zero=lambda index: index % 2 == 0)
-    return found | {"validation": losses}
+    return stepped(run, halve)
