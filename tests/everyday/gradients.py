@@ -155,7 +155,7 @@ def gradients_in_lists(run):
     return stepped(run, edit)
 
 
-# -- gradients that are clipped, and gradients of samples
+# -- gradients that are clipped, and gradients that are looked at
 
 
 def clipped(run, clip):
@@ -181,29 +181,6 @@ def clipping_by_total_norm(run):
         return norm
 
     return clipped(run, clip)
-
-
-@script()
-def private_sgd_by_vmap(run):
-    model, optimizer, x, y = regression(rows=12, lr=0.2)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-
-    def error(params, row, wanted):
-        with run.casts():
-            output = torch.func.functional_call(model, params, (row[None],))
-        return (output.float() - wanted).square().mean()
-
-    for _ in range(3):
-        params = {name: p.detach() for name, p in model.named_parameters()}
-        per_sample, errors = torch.func.vmap(torch.func.grad_and_value(error), in_dims=(None, 0, 0))(params, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in per_sample.values()]).norm(dim=0)
-        factors = (0.5 / norms).clamp(max=1.0)
-        for name, p in model.named_parameters():
-            p.grad = (per_sample[name] * factors.view(-1, *[1] * p.ndim)).mean(0)
-        optimizer.step()
-        losses += [errors, norms]
-    return {"losses": losses, "weights": way()}
 
 
 @script()

@@ -137,22 +137,3 @@ def channels_last(run):
     model = model.to(memory_format=torch.channels_last)
     x = noise_of(44)(4, 16, 8, 8).to(memory_format=torch.channels_last)
     return trained(run, model, x, x.sin(), momentum=0.9)
-
-
-@script(ALL)
-def prompt_for_a_frozen_model(run):
-    model = Transformer().requires_grad_(False)
-    prompt = nn.Parameter(0.1 * noise_of(47)(70, 64))
-    optimizer = torch.optim.AdamW([prompt], lr=1e-2)
-    start, tokens = prompt.detach().clone(), some_tokens(4, 12)
-
-    def loss_of(_):
-        with run.casts():
-            x = torch.cat([prompt.expand(4, -1, -1), model.table(tokens)], 1)
-            for block in model.blocks:
-                x = block(x)
-            scores = model.head(model.norm(x[:, 70:-1]))
-        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    found = learn(run, model, optimizer, loss_of, times=5)
-    return {"losses": found["losses"], "weights": [prompt.detach() - start]}
