@@ -246,7 +246,7 @@ def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
 
 
 def fastest(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
-    """The fastest case of each test function, fast ones first; at least one, and no more than `SECONDS_OF_TESTS`."""
+    """The fastest case of each test function, fast ones first, within `SECONDS_OF_TESTS`."""
     cases: dict[str, str] = {}
     for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
         cases.setdefault(test.partition("[")[0], test)
