@@ -279,23 +279,17 @@ def test_ddp_averages_gradients_with_every_setting(results, name, kind):
         assert_gradients_close(gradients[f"{name}/{kind}"], wanted)
 
 
-AVERAGED = (
-    "a copy",
-    "a first pass without the wrapper's forward",
-    "a pass after one that failed",
-    "a pass after unfreezing",
-)
+AVERAGED = [
+    *("a copy", "a first pass without the wrapper's forward", "a pass after one that failed", "frozen"),
+    *("a pass after unfreezing", "a Reducer", "two forward passes"),
+]
 
 
-@pytest.mark.parametrize("what", (*AVERAGED, "a Reducer", "two forward passes"))
+@pytest.mark.parametrize("what", AVERAGED)
 def test_gradients_are_averaged_by(results, what):
+    frozen = {"trunk.weight": None, "trunk.bias": None} if what == "frozen" else {}
     for found in results:
-        assert_gradients_close(found[what], gradients_over_ranks(1 + (what == "two forward passes")))
-
-
-def test_ddp_leaves_frozen_parameters_without_gradients(results):
-    for found in results:
-        assert_gradients_close(found["frozen"], gradients_over_ranks(1) | {"trunk.weight": None, "trunk.bias": None})
+        assert_gradients_close(found[what], gradients_over_ranks(1 + (what == "two forward passes")) | frozen)
 
 
 def test_ddp_keeps_reduced_buffers_when_asked(results):

@@ -135,21 +135,6 @@ def noise_of(seed):
     return lambda *shape: torch.randn(*shape, generator=generator)
 
 
-class Writer(nn.Module):
-    def __init__(self, tokens=64, width=64, tied=False):
-        super().__init__()
-        torch.manual_seed(6)
-        self.embed, self.mix, self.back = nn.Embedding(tokens, width), nn.Linear(width, 96), nn.Linear(96, width)
-        self.head = nn.Linear(width, tokens, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.3)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        return self.head(x + self.back(torch.tanh(self.mix(x))))
-
-
 def some_tokens(*shape, seed=7, tokens=64):
     return torch.randint(tokens, shape, generator=torch.Generator().manual_seed(seed))
 

@@ -155,7 +155,7 @@ def gradients_in_lists(run):
     return stepped(run, edit)
 
 
-# -- gradients that are clipped, and gradients of samples
+# -- gradients that are clipped, and gradients that are looked at
 
 
 def clipped(run, clip):
@@ -184,66 +184,9 @@ def clipping_by_total_norm(run):
 
 
 @script()
-def private_sgd_by_vmap(run):
-    model, optimizer, x, y = regression(rows=12, lr=0.2)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-
-    def error(params, row, wanted):
-        with run.casts():
-            output = torch.func.functional_call(model, params, (row[None],))
-        return (output.float() - wanted).square().mean()
-
-    for _ in range(3):
-        params = {name: p.detach() for name, p in model.named_parameters()}
-        per_sample, errors = torch.func.vmap(torch.func.grad_and_value(error), in_dims=(None, 0, 0))(params, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in per_sample.values()]).norm(dim=0)
-        factors = (0.5 / norms).clamp(max=1.0)
-        for name, p in model.named_parameters():
-            p.grad = (per_sample[name] * factors.view(-1, *[1] * p.ndim)).mean(0)
-        optimizer.step()
-        losses += [errors, norms]
-    return {"losses": losses, "weights": way()}
-
-
-# -- gradients that are looked at
-
-
-def halved(run, halve):
-    def edit(model):
-        for p in model.parameters():
-            halve(p.grad)
-
-    return stepped(run, edit)
-
-
-@script()
 def views_of_gradients_by_numpy(run):
-    return halved(run, lambda grad: np.multiply(grad.numpy(), 0.5, out=grad.numpy()))
+    def halve(model):
+        for p in model.parameters():
+            np.multiply(p.grad.numpy(), 0.5, out=p.grad.numpy())
 
-
-@script()
-def views_of_gradients_by_dlpack(run):
-    return halved(run, lambda grad: torch.from_dlpack(grad).mul_(0.5))
-
-
-@script()
-def validation_in_inference_mode(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    losses = []
-
-    def losses_of(_):
-        for part in zip(x.split(16), y.split(16)):
-            with torch.inference_mode():
-                losses.append(run.error(model, x.flip(0), y.flip(0)).clone())
-            loss = run.error(model, *part)
-            with torch.inference_mode():
-                losses.append(run.error(model, x.flip(1), y).clone())
-            yield loss
-
-    def clip():
-        with torch.inference_mode():
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-    found = learn(run, model, optimizer, losses_of, 4, edit=clip, zero=lambda index: index % 2 == 0)
-    return found | {"validation": losses}
+    return stepped(run, halve)

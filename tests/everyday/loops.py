@@ -28,51 +28,6 @@ def sgld(run):
 
 
 @script()
-def product_of_hessian_and_vector(run):
-    model, _, x, y = regression()
-    run.begin(model)
-    params = list(model.parameters())
-    vector = [noise_of(29)(*p.shape) for p in params]
-    losses, products = [], []
-    for _ in range(3):
-        losses.append(run.error(model, x, y))
-        slopes = torch.autograd.grad(losses[-1], params, create_graph=True)
-        inner = sum((slope * v).sum() for slope, v in zip(slopes, vector))
-        products = torch.autograd.grad(inner, params)
-        norm = torch.stack([each.norm() for each in products]).norm()
-        vector = [each / norm for each in products]
-    return {"losses": losses, "gradients": slopes, "products": products}
-
-
-def of_two_losses(run, backward):
-    model, optimizer, x, y = regression(lr=0.05)
-
-    def losses_of(_):
-        with run.casts():
-            output = model(x)
-        yield F.mse_loss(output.float(), y), (output.float() - y).abs().mean()
-
-    found = learn(run, model, optimizer, losses_of, backward=backward)
-    return found | {"losses": [loss for pair in found["losses"] for loss in pair]}
-
-
-@script(ALL)
-def backward_of_several_losses(run):
-    weights = [torch.tensor(1.0), torch.tensor(0.5)]
-    return of_two_losses(run, lambda losses, _: torch.autograd.backward(losses, weights))
-
-
-@script(ALL)
-def one_graph_goes_backward_twice(run):
-    def backward(losses, optimizer):
-        for loss, flag in zip(losses, (True, False)):
-            with run.block(loss, optimizer) as scaled:
-                scaled.backward(retain_graph=flag)
-
-    return of_two_losses(run, backward)
-
-
-@script()
 def long_accumulation(run):
     """Accumulate a sum of 200 terms, of which bfloat16 would lose the last ones."""
     model, optimizer, x, y = regression()
@@ -81,21 +36,6 @@ def long_accumulation(run):
         loss = run.error(model, x[index % 4 :: 4], y[index % 4 :: 4] + 1)
         loss.backward()
     return {"gradients": [p.grad for p in model.parameters()]}
-
-
-@script()
-def layer_used_many_times(run):
-    """Use a layer 200 times in one graph."""
-    torch.manual_seed(31)
-    model = nn.Sequential(nn.Linear(96, 96), nn.Tanh())
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), noise_of(32)(200, 4, 96) + 1
-    run.begin(model, optimizer)
-    total = 0.0
-    for part in x:
-        with run.casts():
-            total = total + (model(part).float() - 1).square().mean()
-    run.backward(total, optimizer)
-    return {"losses": [total], "gradients": [p.grad for p in model.parameters()]}
 
 
 @script()
@@ -157,25 +97,6 @@ def function_that_leaves_a_weight_out(run):
             yield F.mse_loss(output.float(), wanted)
 
     return learn(run, model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, times=6)
-
-
-@script()
-def hooks_of_accumulators(run):
-    """Hook the accumulators of gradients, as distributed optimizers do."""
-    model, optimizer, x, y = regression(lr=0.05)
-    accumulators, average = [], {p: torch.zeros_like(p) for p in model.parameters()}
-
-    def look(p, *_):
-        average[p].lerp_(p.grad, 0.01)
-
-    def loss_of(index):
-        if index == 0:
-            for p in model.parameters():
-                accumulators.append(p.expand_as(p).grad_fn.next_functions[0][0])
-                accumulators[-1].register_hook(functools.partial(look, p))
-        return run.error(model, x, y)
-
-    return learn(run, model, optimizer, loss_of, times=10, loss_scale=1.0) | {"averages": average.values()}
 
 
 def stepped_in_hooks(run, make, initializes):

@@ -1,13 +1,10 @@
 """Kinds of networks, of layers and of weights."""
 
-import functools
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from . import ALL, Writer, learn, mlp, noise_of, script, some_tokens
+from . import ALL, learn, mlp, noise_of, script, some_tokens
 
 # -- sequences
 
@@ -18,13 +15,6 @@ def of_next_tokens(run, model, tokens):
     with run.casts():
         scores = model(tokens[:, :-1])
     return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-@script(ALL)
-def tied_table_and_head(run):
-    model = Writer(tied=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    return learn(run, model, optimizer, lambda index: of_next_tokens(run, model, some_tokens(8, 12, seed=index)))
 
 
 class Block(nn.Module):
@@ -43,23 +33,25 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, through=None):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(22)
         self.table, self.places = nn.Embedding(64, 64), nn.Parameter(0.02 * torch.randn(16, 64))
         self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(64)
-        self.head, self.through = nn.Linear(64, 64, bias=False), through
+        self.head = nn.Linear(64, 64, bias=False)
 
     def forward(self, tokens):
         x = self.table(tokens) + self.places[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x) if self.through is None else self.through(block, x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
-def write_on(run, model, times=5):
+@script(ALL)
+def small_transformer(run):
+    model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=times + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=6)
 
     def loss_of(index):
         if index > 0:
@@ -69,22 +61,7 @@ def write_on(run, model, times=5):
     def clip():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    return learn(run, model, optimizer, loss_of, times, edit=clip)
-
-
-@script(ALL)
-def small_transformer(run):
-    return write_on(run, Transformer())
-
-
-@script(ALL)
-def recomputed_blocks(run):
-    return write_on(run, Transformer(functools.partial(checkpoint, use_reentrant=False)))
-
-
-@script(ALL)
-def recomputed_blocks_reentrant(run):
-    return write_on(run, Transformer(functools.partial(checkpoint, use_reentrant=True)))
+    return learn(run, model, optimizer, loss_of, times=5, edit=clip)
 
 
 # -- layers whose weights are made
@@ -160,22 +137,3 @@ def channels_last(run):
     model = model.to(memory_format=torch.channels_last)
     x = noise_of(44)(4, 16, 8, 8).to(memory_format=torch.channels_last)
     return trained(run, model, x, x.sin(), momentum=0.9)
-
-
-@script(ALL)
-def prompt_for_a_frozen_model(run):
-    model = Transformer().requires_grad_(False)
-    prompt = nn.Parameter(0.1 * noise_of(47)(70, 64))
-    optimizer = torch.optim.AdamW([prompt], lr=1e-2)
-    start, tokens = prompt.detach().clone(), some_tokens(4, 12)
-
-    def loss_of(_):
-        with run.casts():
-            x = torch.cat([prompt.expand(4, -1, -1), model.table(tokens)], 1)
-            for block in model.blocks:
-                x = block(x)
-            scores = model.head(model.norm(x[:, 70:-1]))
-        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    found = learn(run, model, optimizer, loss_of, times=5)
-    return {"losses": found["losses"], "weights": [prompt.detach() - start]}

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def main() -> int:
     card, capability = card_here()
     parts = [arguments.part] if arguments.part else list(PARTS)
     if card is None:
-        return without_a_gpu(parts)
+        return without_a_gpu()
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", capability)
     results = Results(results_file(arguments.results, card), card)
     outcomes = [run_part(part, results) for part in parts]
@@ -134,29 +134,13 @@ def card_here() -> tuple[str | None, str]:
     return torch.cuda.get_device_name(0), ".".join(map(str, torch.cuda.get_device_capability(0)))
 
 
-def without_a_gpu(parts: list[str]) -> int:
-    """Build for two cards, if the build is asked for, and print what cannot be done."""
+def without_a_gpu() -> int:
     import torch
 
-    if torch.version.cuda is None:
-        return failed(f"torch {torch.__version__} was built without CUDA; there is nothing to build for")
-    if "build" in parts:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-        build = PARTS["build"][0]
-        beside = build.command.replace(
-            "build_ext --inplace", "build --build-base build/cuda"
-        )  # a CPU's tests need none
-        status, printed = run_step(replace(build, command=beside))
-        if status:
-            print(printed, file=sys.stderr)
-            why = "took too long: the same command goes on from there" if status == TIMED_OUT else "failed"
-            return failed(f"the build {why}; this machine has no GPU either")
-        print("make gpu: built ampkit/_C and ampkit/_cuda, in build/cuda")
-    return failed("there is no GPU here (torch.cuda.is_available() is False): nothing was run on one")
-
-
-def failed(why: str) -> int:
-    print(f"make gpu: {why}", file=sys.stderr)
+    cuda = f"torch {torch.__version__} was built " + ("with" if torch.version.cuda else "without") + " CUDA"
+    print(
+        f"make gpu: there is no GPU here, and {cuda}; make cuda-build compiles the kernels without one", file=sys.stderr
+    )
     return 1
 
 

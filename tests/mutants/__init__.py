@@ -11,6 +11,6 @@ Sampled faults are drawn at random from all that `operators.py` can plant in the
 condition negated, a statement dropped, two arguments swapped, a constant changed, a value not returned. `reach.py` first has every
 test file run once, and records which test reaches which function. A sampled fault is tried on the tests that reach its function.
 
-A fault that no test notices *survives*: a test is missing, or the fault changes nothing that a user can see. `run.py` prints each
-survivor as file:line, before -> after. A surviving or stale named fault fails the run, as do more than 10% of the sample.
+A fault that no test notices *survives*: a test is missing, or the fault changes nothing that a user can see. A named fault that
+survives or is stale fails the run, as do more than 10% of the sample.
 """

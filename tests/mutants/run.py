@@ -72,11 +72,11 @@ def write_source(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def job_in_python(fault: Fault, tests: list[str], folder: Path, **settings) -> Job:
+def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
     path = folder / fault.file
     sound, faulty = path.read_text(), fault.planted(folder)
     change = dict(before=lambda: write_source(path, faulty), after=lambda: write_source(path, sound))
-    return Job(tests, folder, fault.extension, **change, **settings)
+    return Job(tests, folder, fault.extension, **change)
 
 
 class Tally:
@@ -219,31 +219,19 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
 def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     """Plant faults in an order that ``seed`` gives, until the clock shows ``until``."""
     tally, planted = Tally(f"Sampled faults, seed {seed}"), []
-    jobs = sampled_jobs(seed, only, scratch, lambda _, *tests: within(SECONDS_OF_TESTS, *tests), planted)
-    in_time = itertools.takewhile(lambda _: time.monotonic() < until, jobs)
-    run_all(in_time, scratch, lambda index, result: tally.add(planted[index][0], result))
-    return tally
-
-
-def sampled_jobs(
-    seed: int,
-    only: str,
-    scratch: Path,
-    choose: Callable[[Fault, list[str], dict[str, float]], list[str]],
-    planted: list[tuple[Fault, list[str]]],
-    under: tuple[str, ...] = ("tests/",),
-    **settings,
-) -> Iterator[Callable[[int], Job]]:
-    """Yield the jobs of sampled faults, and note each fault in ``planted`` with its tests.
-
-    ``choose`` chooses them, or none, from a case of each test that reaches the function, and from the tests' seconds.
-    """
     copies = copies_of_project(scratch)
-    tests_of, seconds_of = record_of_reach(copies, scratch, under)
-    for fault, first in sampled(seed, only):
-        if tests := choose(fault, one_case_each(tests_of[f"{fault.file}:{first}"], seconds_of), seconds_of):
-            planted.append((fault, tests))
-            yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker], **settings)
+    tests_of, seconds_of = record_of_reach(copies, scratch)
+
+    def jobs() -> Iterator[Callable[[int], Job]]:
+        for fault, first in sampled(seed, only):
+            if time.monotonic() > until:
+                return
+            if tests := fastest(tests_of[f"{fault.file}:{first}"], seconds_of):
+                planted.append(fault)
+                yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker])
+
+    run_all(jobs(), scratch, lambda index, result: tally.add(planted[index], result))
+    return tally
 
 
 def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
@@ -257,35 +245,25 @@ def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
             yield fault, first
 
 
-def function_of(test: str) -> str:
-    return test.partition("[")[0]
-
-
-def one_case_each(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
-    """The fastest case of each test function, fast ones first."""
-    fastest: dict[str, str] = {}
+def fastest(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
+    """The fastest case of each test function, fast ones first, within `SECONDS_OF_TESTS`."""
+    cases: dict[str, str] = {}
     for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
-        fastest.setdefault(function_of(test), test)
-    return list(fastest.values())
+        cases.setdefault(test.partition("[")[0], test)
+    sums = itertools.accumulate(seconds_of[test] for test in cases.values())
+    return [
+        test for place, (test, total) in enumerate(zip(cases.values(), sums)) if place == 0 or total <= SECONDS_OF_TESTS
+    ]
 
 
-def within(seconds: float, tests: list[str], seconds_of: dict[str, float]) -> list[str]:
-    """The first of these tests, at least one, for as long as this takes."""
-    sums = itertools.accumulate(seconds_of[test] for test in tests)
-    return [test for place, (test, total) in enumerate(zip(tests, sums)) if place == 0 or total <= seconds]
-
-
-def record_of_reach(
-    copies: list[Path], scratch: Path, under: tuple[str, ...] = ("tests/",)
-) -> tuple[dict[str, set[str]], dict[str, float]]:
-    """Tests ``under`` these paths that reach each function, and the seconds of each that passes; kept until a source changes."""
+def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[str]], dict[str, float]]:
+    """The tests that reach each function, and the seconds of each that passes; kept until a source changes."""
     sources = [path for part in ("ampkit", "tests") for path in sorted((ROOT / part).rglob("*.py"))]
-    content = b"".join([" ".join(under).encode(), *(path.read_bytes() for path in sources)])
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     if not RECORD.exists() or not RECORD.read_text().startswith(digest):
         began = time.monotonic()
         RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(f"{digest}\n{record_reach(copies, scratch, under)}")
+        RECORD.write_text(f"{digest}\n{record_reach(copies, scratch)}")
         print(f"every test file has run once, in {time.monotonic() - began:.0f} s", flush=True)
     tests_of = defaultdict(set)
     lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
@@ -300,10 +278,10 @@ def record_of_reach(
     return tests_of, seconds_of
 
 
-def record_reach(copies: list[Path], scratch: Path, under: tuple[str, ...]) -> str:
+def record_reach(copies: list[Path], scratch: Path) -> str:
     """Run each test file once, without a fault."""
     paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    files = [str(path) for path in paths if path.parts[1] not in NOT_SAMPLED and str(path).startswith(under)]
+    files = [str(path) for path in paths if path.parts[1] not in NOT_SAMPLED]
     record = scratch / "reach.tsv"
 
     def make(file: str, folder: Path) -> Job:

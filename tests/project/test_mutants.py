@@ -6,7 +6,6 @@ import functools
 import pytest
 from helpers import ROOT
 from mutants.fault import StaleRow, named, rows
-from mutants.matrix import needless
 from mutants.operators import faults_of
 
 ROWS = rows() + rows("cuda")
@@ -68,12 +67,3 @@ def test_a_named_fault_is_found_in_another_layout_and_not_where_it_stands_twice(
     (tmp_path / "source.py").write_text(SOURCE.replace("g(a, b)", "g(a, b) + g(a, b)"))
     with pytest.raises(StaleRow, match="stands 2 times"):
         named(row, tmp_path)
-
-
-def test_tests_may_go_together_only_where_one_that_stays_notices_what_they_notice():
-    lines = [
-        {"fault": "1", "ran": ["a", "b", "c", "rare"], "failed": ["a", "b"]},
-        {"fault": "2", "ran": ["a", "b", "c"], "failed": ["b"]},
-        {"fault": "3", "ran": ["a", "b", "c", "rare"], "failed": ["a", "b"]},
-    ]
-    assert needless(lines) == ["c", "a"]  # b alone notices the second; of rare only two faults were tried

@@ -88,21 +88,6 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
         assert torch.equal(model.state_dict()[name], rounded if level == "O3" and name != "offset" else start[name])
 
 
-@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
-def test_training_goes_on_in_plain_torch_after_close(level):
-    model, optimizer = ampkit.initialize(*make_pair(), opt_level=level, verbosity=0)
-    classify_tokens(model, optimizer)
-    ampkit.close()
-    twin, other = make_pair()
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for net, opt in ((model, optimizer), (twin, other)):
-        opt.zero_grad()
-        net(torch.arange(12).reshape(4, 3) % 7).square().sum().backward()
-        opt.step()
-    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), twin.parameters()))
-
-
 def test_close_twice_and_without_a_session_does_nothing():
     ampkit.close()
     model, _optimizer = ampkit.initialize(*make_pair(), opt_level="O2", verbosity=0)

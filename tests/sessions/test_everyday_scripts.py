@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from everyday import SCRIPTS, Run, flat, games, gradients, loops, networks, papers, regression  # noqa: F401
+from everyday import SCRIPTS, Run, flat, gradients, loops, networks, regression  # noqa: F401
 
 import ampkit
 from ampkit.casting.narrow_gradients import stored_gradient

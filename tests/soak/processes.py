@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import backward
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -52,6 +51,7 @@ class Job:
     seed: int
     culprit: int
     when: int
+    batch_norm: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random, **fixed: Any) -> Job:
@@ -76,9 +76,10 @@ class Trainer:
     def __init__(self, job: Job, rank: int = 0, ranks: int = 1) -> None:
         self.job, self.rank, self.ranks = job, rank, ranks
         torch.manual_seed(job.seed)
-        model: nn.Module = nn.Sequential(
-            nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 8), nn.Linear(8, 3)
-        )
+        norm = nn.BatchNorm1d(12) if job.batch_norm else nn.LayerNorm(12)
+        model: nn.Module = nn.Sequential(nn.Linear(6, 12), norm, nn.Tanh(), nn.Linear(12, 8), nn.Linear(8, 3))
+        if job.batch_norm and ranks > 1:
+            model = convert_syncbn_model(model)
         if job.wrapper == "fsdp2" and ranks > 1:
             for part in (model[0], model[3], model):
                 fully_shard(part, opt_level=job.level)
@@ -87,10 +88,13 @@ class Trainer:
         self.model, _ = ampkit.initialize(model, self.optimizer, opt_level=job.level, loss_scale=rule, verbosity=0)
         self.called = DistributedDataParallel(model) if job.wrapper == "ddp" and ranks > 1 else model
 
-    def step(self, number: int, factor: float = 1.0, happens: Any = None, in_gradient: float | None = None) -> bool:
+    def step(
+        self, number: int, factor: float = 1.0, happens: Any = None, in_gradient: Any = None, in_batch: Any = None
+    ) -> bool:
         """Run a step of all ranks, and return whether it was skipped. This rank's loss is multiplied by ``factor``.
 
-        ``happens`` is called between forward and backward; ``in_gradient`` replaces an element of this rank's gradient.
+        ``happens`` is called between forward and backward; ``in_gradient`` replaces an element of this rank's gradient,
+        ``in_batch`` one of its last batch.
         """
         self.optimizer.zero_grad()
         for part in range(self.job.parts):
@@ -101,6 +105,8 @@ class Trainer:
             with self.called.no_sync() if apart else nullcontext():
                 rows = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(100 * number + part))
                 shard = rows.chunk(self.ranks)[self.rank]
+                if is_last and in_batch is not None:
+                    shard[0, 0] = in_batch
                 loss = F.mse_loss(self.called(shard[:, :6]).float(), shard[:, 6:]) / self.job.parts
                 if is_last and happens is not None:
                     happens()
@@ -177,18 +183,25 @@ def _be_rank(rank: int, count: int, folder: Path, work: Callable[[int], Any]) ->
 
 def trained(job: Job, rank: int, steps: Any = None, **fault: Any) -> dict[str, Any]:
     """Train ``steps`` on a rank and return its results. The culprit gives ``fault`` to `Trainer.step` in step ``job.when``."""
-    trainer, skipped = Trainer(job, rank, dist.get_world_size()), []
+    trainer, skipped, buffers = Trainer(job, rank, dist.get_world_size()), [], []
     for number in range(job.steps) if steps is None else steps:
         is_it = number == job.when and rank == job.culprit
         skipped.append(trainer.step(number, **(fault if is_it else {})))
-    return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
+        buffers.append(copied(dict(trainer.model.named_buffers())))
+    return {"weights": trainer.weights(), "skipped": skipped, "scale": scale(), "buffers": buffers}
 
 
-def results(ended: list[Ended], job: Job) -> list[dict[str, Any]]:
-    """The results of all ranks, none of which may have failed."""
+def scale() -> dict[str, Any]:
+    return ampkit.state_dict()["loss_scaler0"]
+
+
+def agreed(job: Job, work: Callable[[int], Any], count: int | None = None) -> dict[str, Any]:
+    """The result of all ranks, none of which may have failed."""
+    ended = on_ranks(count or job.ranks, work)
     for rank, end in enumerate(ended):
         assert end.error is None and end.result is not None, (rank, end, job)
-    return [end.result for end in ended]
+        assert_equal(end.result, ended[0].result, job)
+    return ended[0].result
 
 
 def assert_equal(actual: dict[str, Any], wanted: dict[str, Any], job: Job) -> None:
@@ -196,6 +209,10 @@ def assert_equal(actual: dict[str, Any], wanted: dict[str, Any], job: Job) -> No
     for name, value in wanted["weights"].items():
         assert torch.equal(actual["weights"][name], value), (name, job)
     assert actual["skipped"] == wanted["skipped"] and actual["scale"] == wanted["scale"], (actual, wanted, job)
+
+
+def assert_skips_one_step(result: dict[str, Any], job: Job) -> None:
+    assert result["skipped"] == [number == job.when for number in range(job.steps)], (result["skipped"], job)
 
 
 def in_one_process(job: Job, leaves_out: int | None = None) -> dict[str, torch.Tensor]:
@@ -222,11 +239,9 @@ def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     job, value = Job.drawn(draw), draw.choice([math.nan, math.inf, -math.inf])
     where = "in_gradient" if job.wrapper == "fsdp2" and draw.random() < 0.7 else "factor"
-    by_rank = results(on_ranks(job.ranks, lambda rank: trained(job, rank, **{where: value})), job)
-    for result in by_rank:
-        assert_equal(result, by_rank[0], job)
-        assert result["skipped"] == [number == job.when for number in range(job.steps)], (result["skipped"], job)
-    assert_near(by_rank[0]["weights"], in_one_process(job, leaves_out=job.when), job)
+    result = agreed(job, lambda rank: trained(job, rank, **{where: value}))
+    assert_skips_one_step(result, job)
+    assert_near(result["weights"], in_one_process(job, leaves_out=job.when), job)
     return 1
 
 
@@ -235,32 +250,13 @@ def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     "NaN in one rank's batch",
 )
 def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
-    job = Job.drawn(draw, wrapper="ddp", ranks=2)
-
-    def work(rank: int) -> dict[str, Any]:
-        torch.manual_seed(job.seed)
-        model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
-        optimizer = OPTIMIZERS[job.optimizer].make(model.parameters())
-        ampkit.initialize(model, optimizer, opt_level=job.level, loss_scale="dynamic", verbosity=0)
-        called, states, skipped = DistributedDataParallel(model), [], []
-        for number in range(job.steps):
-            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
-            if number == job.when and rank == job.culprit:
-                x[draw.randrange(4), draw.randrange(4)] = math.nan
-            optimizer.zero_grad()
-            backward(called(x).float().square().mean(), optimizer)
-            optimizer.step()
-            skipped.append(ampkit.step_was_skipped(optimizer))
-            states.append({name: value.clone() for name, value in model.state_dict().items()})
-        return {"states": states, "skipped": skipped}
-
-    by_rank = results(on_ranks(2, work), job)
-    for result in by_rank:
-        assert result["skipped"] == [number == job.when for number in range(job.steps)], job
-        for name, value in result["states"][job.when].items():
-            counted = name.endswith("num_batches_tracked")
-            assert torch.equal(value, result["states"][job.when - 1][name] + counted), (name, job)
-        assert all(bool(value.isfinite().all()) for value in result["states"][-1].values()), job
+    job = Job.drawn(draw, wrapper="ddp", ranks=2, parts=1, batch_norm=True)
+    result = agreed(job, lambda rank: trained(job, rank, in_batch=math.nan))
+    assert_skips_one_step(result, job)
+    before, after = result["buffers"][job.when - 1 : job.when + 1]
+    for name, value in after.items():
+        assert torch.equal(value, before[name] + name.endswith("num_batches_tracked")), (name, job)
+    assert all(bool(value.isfinite().all()) for value in result["buffers"][-1].values()), job
     return 1
 
 
@@ -270,11 +266,9 @@ def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
 )
 def a_late_rank_changes_nothing(draw: random.Random) -> int:
     job, seconds = Job.drawn(draw), draw.uniform(0.5, 3.0)
-    by_rank = results(on_ranks(job.ranks, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds))), job)
-    wanted = results(on_ranks(job.ranks, lambda rank: trained(job, rank)), job)
-    for result in by_rank:
-        assert_equal(result, wanted[0], job)
-    assert_near(by_rank[0]["weights"], in_one_process(job), job)
+    result = agreed(job, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds)))
+    assert_equal(result, agreed(job, lambda rank: trained(job, rank)), job)
+    assert_near(result["weights"], in_one_process(job), job)
     return 1
 
 
@@ -342,7 +336,7 @@ def another_number_of_ranks_continues(draw: random.Random) -> int:
         state = whole({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
         if rank == 0:
             torch.save({**state, "ampkit": ampkit.state_dict()}, folder / "checkpoint")
-        return {}
+        return {"weights": {}, "skipped": [], "scale": scale()}
 
     def second(rank: int) -> dict[str, Any]:
         trainer = Trainer(job, rank, then)
@@ -353,13 +347,10 @@ def another_number_of_ranks_continues(draw: random.Random) -> int:
         for name, value in trainer.weights().items():
             assert torch.equal(value, state["model"][name]), name
         skipped = [trainer.step(number) for number in range(3, job.steps)]
-        return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
+        return {"weights": trainer.weights(), "skipped": skipped, "scale": scale()}
 
-    results(on_ranks(job.ranks, first), job)
-    by_rank = results(on_ranks(then, second), job)
-    for result in by_rank:
-        assert_equal(result, by_rank[0], job)
-    assert_near(by_rank[0]["weights"], in_one_process(job), job)
+    agreed(job, first)
+    assert_near(agreed(job, second, then)["weights"], in_one_process(job), job)
     return 1
 
 
