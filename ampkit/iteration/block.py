@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting.engine import active_casting
-from ..compiling import uncompiled
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
 from ..events import listeners, tell
 from ..optimizers.scales import Scale, moved_to
@@ -33,6 +32,7 @@ from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
 
 _NO_DDP = weakref.ref(set())  # a dead reference
+_compiling = torch.compiler.is_dynamo_compiling
 _running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
 #: The open blocks, in all threads, innermost last.
@@ -58,8 +58,9 @@ class Block:
             "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
         )
 
-    @uncompiled
     def __enter__(self) -> torch.Tensor:
+        if _compiling():  # what a block does is no part of a graph
+            return torch._dynamo.disable(Block.__enter__)(self)
         self._held: list[OptimizerWrapper] = []
         self._ran = self.has_python = False  # a backward pass, and one over functions in Python
         self.thread = threading.get_ident()
@@ -102,8 +103,9 @@ class Block:
             scaling.advice.before_backward(self.named, scaled)
         return scaled
 
-    @uncompiled
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        if _compiling():
+            return torch._dynamo.disable(Block.__exit__)(self, error_type, error, traceback)
         if error is None and not self.is_plain:
             try:
                 self._end()
@@ -395,8 +397,9 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``torch.autograd.backward``: blocks first hold what a pass will write to, wrappers note passes outside of blocks."""
 
     @functools.wraps(original)
-    @uncompiled  # dynamo would guard every gradient
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _compiling():  # dynamo would guard every gradient
+            return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
         roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
         if _running_backward() != -1:  # a part of the pass around it, as in torch.utils.checkpoint
             around = [block for block in open_blocks if block.has_python]

@@ -21,7 +21,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
-from ..compiling import uncompiled
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
@@ -180,7 +179,6 @@ class OptimizerWrapper:
         handed_on = None if hasattr(type(optimizer), name) else getattr(optimizer, name)  # by __getattr__
         before, ref = vars(optimizer).get(name, handed_on), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
-        run = uncompiled(method)  # kernels and the look at gradients are no part of a graph
 
         # wraps() carries over the marks that learning-rate schedulers leave on the function: they look for ``__func__``.
         @functools.wraps(original)
@@ -188,6 +186,8 @@ class OptimizerWrapper:
             call_original = original if before is not None else functools.partial(original, ref())
             if not self.active:
                 return call_original(*args, **kwargs)
+            # Uncompiled: kernels and the look at gradients are no part of a graph.
+            run = torch._dynamo.disable(method) if _compiling() else method
             return run(call_original, *args, **kwargs)
 
         self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))
