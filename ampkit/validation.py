@@ -22,7 +22,7 @@ from .plan import Plan
 from .registry import live_sessions, unwrapped
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
-_OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
+_OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad", "__dict__")
 _CALL = (
     "Write initialize(model, optimizer, opt_level=...), or lists of objects of both: initialize(models, optimizers)."
 )

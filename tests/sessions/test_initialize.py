@@ -357,6 +357,14 @@ def test_optimizer_without_weak_references_leaves_no_session():
     assert live_sessions == []
 
 
+class Slotted:
+    """An optimizer without attributes of its own."""
+
+    __slots__ = ("__weakref__",)
+    param_groups, state = (), {}
+    step = zero_grad = None
+
+
 @pytest.mark.parametrize(
     "wrong, found",
     [
@@ -367,6 +375,7 @@ def test_optimizer_without_weak_references_leaves_no_session():
         (lambda model, optimizer: (model, model), "a Sequential has no .*step"),
         (lambda model, optimizer: (model, model.parameters()), "a generator has no "),
         (lambda model, optimizer: (model, [optimizer, "adam"]), "'adam' has no param_groups"),
+        (lambda model, optimizer: (model, Slotted()), "a Slotted has no __dict__"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, found):
