@@ -60,10 +60,9 @@ def by_tensor() -> WeakIdKeyDictionary:
 
 
 def _foreign(tensor: Any) -> list[weakref.ref]:
-    """The weak references to a tensor that are neither ampkit's nor those of a cast cache, whose callback is a method."""
+    """The weak references to a tensor that are neither ampkit's nor those of a cast store, whose callback is in C++."""
     refs = [ref for ref in weakref.getweakrefs(tensor) if not isinstance(ref, (Reference, _ById))]
-    owners = (getattr(ref.__callback__, "__self__", None) for ref in refs)
-    return [ref for ref, owner in zip(refs, owners) if not type(owner).__module__.startswith("ampkit.")]
+    return [ref for ref in refs if getattr(ref.__callback__, "__module__", None) != "ampkit._casting"]
 
 
 class Undo(ExitStack):

@@ -182,12 +182,14 @@ namespace {
 
 std::shared_ptr<CastStore> make_store() {
   auto store = std::make_shared<CastStore>();
-  store->on_death = py::cpp_function([weak = std::weak_ptr(store)](py::handle reference) {
+  const auto discard = [weak = std::weak_ptr(store)](py::handle reference) {
     // The address may belong to another weight by now.
     if (const auto found = weak.lock()) {
       take_out(*found, [&](const auto& item) { return item.second.weight.get() == reference.ptr(); });
     }
-  });
+  };
+  // By its module patching.py knows the reference as ampkit's.
+  store->on_death = py::cpp_function(discard, py::scope(py::module_::import("ampkit._casting")));
   return store;
 }
 
