@@ -223,9 +223,8 @@ class Observer(Watch, logging.Handler):
             self.standstill.backward_ends(param for model in self.models for param in model.parameters())
 
     def note_call(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
-        is_data = (
-            getattr(getattr(function, "__self__", None), "__name__", "") == "data"
-        )  # which a session may have patched
+        # Of a getter by its name: a session may have patched it.
+        is_data = getattr(getattr(function, "__self__", None), "__name__", "") == "data"
         if is_data or function is torch.Tensor.detach:
             self.standstill.cut(".data" if is_data else "detach()", look()[0])
         region = self._regions.innermost if current_session() is None else None
@@ -332,12 +331,9 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
     if seen.as_it_is is not None:
         held = {param for x in optimizers for param in params_of(x)}
-        holds_copies = held.isdisjoint(
-            param for model in models for param in model.parameters()
-        )  # which the script made
-        table.append(
-            _row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", is_known=not holds_copies)
-        )
+        trained = {param for model in models for param in model.parameters()}
+        scale = "GradScaler" if seen.has_scaler else ""
+        table.append(_row("as it is", seen.as_it_is, scale, is_known=not held.isdisjoint(trained)))  # no copies of them
     is_exact = bool(models) and all(x.dtype is torch.float64 for model in models for x in known(model.parameters()))
     if not is_exact:
         table += [_row(level, x, "dynamic" if level in ("O1", "O2") else "none") for level, x in levels.items()]

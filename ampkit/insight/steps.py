@@ -115,9 +115,8 @@ class StepReport:
         else:
             norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
         wrapper = wrapper_of(self._optimizer)
-        if (
-            wrapper is not None and (clip := wrapper.gradients.clip) is not None
-        ):  # a factor that the step applies itself
+        # A factor that the step applies itself.
+        if wrapper is not None and (clip := wrapper.gradients.clip) is not None:
             stored = {slot.param for slot in wrapper.gradients.stored}
             norms = [
                 norm * moved_to(clip, norm.device).reshape(()) if param in stored else norm
