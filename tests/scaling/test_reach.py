@@ -263,19 +263,6 @@ for name, delays in (("over_micro_batches", (True, True, False)), ("that_wait_fo
     SCRIPTS[f"weights_of_losses_{name}"] = functools.partial(weights_of_losses, delays=delays)
 
 
-@script
-def adversarial_delta_that_is_kept(amp):
-    """Train adversarially "for free": the delta lives on, and its gradient is cleared in place."""
-    (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
-    for _ in cleared(of_a, times=3):
-        amp.backward(loss_of(a(X + delta)), of_a)
-        result = [copied(delta.grad)]
-        delta.data += 0.25 * delta.grad
-        delta.grad.zero_()
-        result += stepped([a], [of_a])
-    return [*result, copied(delta)]
-
-
 @script_of_two_sessions(steps=[])
 def gradients_of_another_sessions_weights_alone(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
