@@ -5,8 +5,7 @@
 #   make test-ptx     the tests of kernels and optimizers on the CUDA kernels' PTX from nvcc, interpreted: half an hour; make test
 #                     runs each kernel so
 #   make test-all     every test, all three ways, the last under AddressSanitizer; the kernels for the CPU under ThreadSanitizer
-#   make mutants      plants faults in copies, and lists those that the tests notice, within about MINUTES=20; SEED=1 for another sample,
-#                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files;
+#   make mutants      plants faults in copies, and lists those that the tests notice; PROMISES='*loss scale*' for some of them,
 #                     TABLE=cuda for the fifty faults of the CUDA kernels, on the host
 #   make soak         injects faults into training runs for MINUTES=10, and prints how often each promise was attacked and did not hold;
 #                     SEED=1 for the same cases again, ONLY=death for one group or promise, JSON=FILE to write the table
@@ -137,22 +136,17 @@ simulated: venv $(VENV)/.simulated
 test-all: venv $(VENV)/.emulation-asan $(VENV)/.simulated
 	$(call each-way,,,-m "not slow",$(UNDER_ASAN),-o pythonpath="tests build/emulation-asan")
 
-MINUTES ?= 20
-SEED ?= 0
-PROMISES ?=
-SAMPLE ?=
+PROMISES ?= *
 TABLE ?= promises
 
-# With PROMISES or SAMPLE, or another TABLE, only these.
 mutants: venv
-	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) --table $(TABLE) \
-	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES)$(filter-out promises,$(TABLE)),,*))'
+	PYTHONPATH=tests $(BIN)/python -m mutants.run --table $(TABLE) --promises '$(PROMISES)'
 
+MINUTES ?= 10
+SEED ?=
 ONLY ?=
 JSON ?=
 
-soak: MINUTES = 10
-soak: SEED =
 soak: venv
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY)) \
 	  $(addprefix --json ,$(JSON))

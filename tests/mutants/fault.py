@@ -1,4 +1,4 @@
-"""A fault as a replacement of bytes in one file, and the table of named faults."""
+"""A fault as a replacement of bytes in one file, and the tables of faults."""
 
 from __future__ import annotations
 
@@ -62,9 +62,6 @@ def replacement(file: str, source: str, node: ast.expr | ast.stmt, new: str, **m
     else:
         new = textwrap.indent(new or "pass", " " * node.col_offset).lstrip()
     return Fault(file, node.lineno, start, end, old, new, **more)
-
-
-# Named faults
 
 
 def rows(table: str = "promises") -> list[dict]:

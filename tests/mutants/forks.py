@@ -28,8 +28,6 @@ class Job:
     folder: Path
     extension: str = "require"
     environment: dict[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ("-x",)
-    plugins: Callable[[], list] = list
     before: Callable[[], None] = lambda: None
     after: Callable[[], None] = lambda: None
     time_limit: float = 240.0
@@ -99,8 +97,7 @@ def _run_pytest(job: Job) -> int:
         print(f"ampkit is not imported from the copy in {job.folder}")
         return 3
     part = "switch and not slow" if job.extension == "off" else "not slow"  # of make test
-    options = ["-q", "-rfE", "--tb=short", "-m", part, "-p", "no:cacheprovider", *job.options]
-    return int(pytest.main([*options, *job.tests], plugins=job.plugins()))
+    return int(pytest.main(["-q", "-x", "-rfE", "--tb=short", "-m", part, "-p", "no:cacheprovider", *job.tests]))
 
 
 def _result_of(process: int, job: Job, log: Path, started: float) -> Result | None:

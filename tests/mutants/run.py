@@ -1,42 +1,28 @@
-"""Plant named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
+"""Plant faults, each in a copy of the project: see the package's docstring."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import fnmatch
-import hashlib
 import importlib.util
-import itertools
 import os
-import random
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ptx.build import ARCHITECTURES
 from ptx.build import build as build_ptx
 
-from . import reach
 from .fault import Fault, StaleRow, named, rows
 from .forks import ROOT, WORKERS, Job, Result, run_all
-from .operators import faults_of
 
 PARTS = ("ampkit", "csrc", "docs", "examples", "tests", "pyproject.toml", "setup.py", "README.md")
-RECORD = ROOT / "build" / "reach.tsv"
-#: Folders with tests of other things than ampkit's functions.
-NOT_SAMPLED = {"project", "docs", "emulation", "simulated", "gpu", "mutants"}
-SECONDS_OF_TESTS = 45.0  # for a sampled fault, as the tests took without one
-MOST_SURVIVORS = 0.10
 
 SWITCH = """
 #pragma once
@@ -61,29 +47,24 @@ def copy_of_project(to: Path) -> Path:
     return to
 
 
-def copies_of_project(scratch: Path) -> list[Path]:
-    """Return a copy for each worker."""
-    return [copy_of_project(Path(tempfile.mkdtemp(dir=scratch), "copy")) for _ in range(WORKERS)]
-
-
 def write_source(path: Path, text: str) -> None:
     """Write a source and drop its bytecode: Python detects changes by size and time in seconds, and neither need differ here."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
+def job_in_python(fault: Fault, folder: Path) -> Job:
     path = folder / fault.file
     sound, faulty = path.read_text(), fault.planted(folder)
     change = dict(before=lambda: write_source(path, faulty), after=lambda: write_source(path, sound))
-    return Job(tests, folder, fault.extension, **change)
+    return Job(names(fault), folder, fault.extension, **change)
 
 
 class Tally:
     """A tally that prints a line for each fault."""
 
-    def __init__(self, title: str) -> None:
-        self.title, self.planted, self.stale = title, 0, 0
+    def __init__(self) -> None:
+        self.planted, self.stale = 0, 0
         self.survived: list[Fault] = []
 
     def add_stale(self, what: object, why: str) -> None:
@@ -98,16 +79,13 @@ class Tally:
         print(f"{'killed' if by else 'SURVIVED':<8}  {fault}{by}, {result.seconds:.1f} s", flush=True)
 
     def print(self) -> None:
-        print(f"\n{self.title}: {len(self.survived)} of {self.planted} survived, {self.stale} are stale")
+        print(f"\n{len(self.survived)} of {self.planted} survived, {self.stale} are stale")
         for fault in self.survived:
             print(f"  {fault}")
 
 
-# Named faults
-
-
 def plant_named(pattern: str, table: str, scratch: Path) -> Tally:
-    tally, faults = Tally("Named faults"), []
+    tally, faults = Tally(), []
     for row in rows(table):
         if any(fnmatch.fnmatchcase(text, pattern) for text in (row["promise"], row["where"])):
             try:
@@ -121,9 +99,9 @@ def plant_named(pattern: str, table: str, scratch: Path) -> Tally:
         if in_cpp:
             build = start_build(copy_of_project(built), in_cpp)  # goes on while the faults in Python have their turns
         if in_python:
-            copies = copies_of_project(scratch)
+            copies = [copy_of_project(scratch / f"python{worker}") for worker in range(WORKERS)]
             check_baseline(in_python, copies[0], scratch)
-            jobs = (lambda at, fault=fault: job_in_python(fault, names(fault), copies[at]) for fault in in_python)
+            jobs = (lambda at, fault=fault: job_in_python(fault, copies[at]) for fault in in_python)
             run_all(jobs, scratch, lambda index, result: judge(tally, in_python[index], result))
         if build is not None:
             if build.wait():
@@ -213,112 +191,15 @@ def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
         return subprocess.Popen(" && ".join(commands), **how)
 
 
-# Sampled faults
-
-
-def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
-    """Plant faults in an order that ``seed`` gives, until the clock shows ``until``."""
-    tally, planted = Tally(f"Sampled faults, seed {seed}"), []
-    copies = copies_of_project(scratch)
-    tests_of, seconds_of = record_of_reach(copies, scratch)
-
-    def jobs() -> Iterator[Callable[[int], Job]]:
-        for fault, first in sampled(seed, only):
-            if time.monotonic() > until:
-                return
-            if tests := fastest(tests_of[f"{fault.file}:{first}"], seconds_of):
-                planted.append(fault)
-                yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker])
-
-    run_all(jobs(), scratch, lambda index, result: tally.add(planted[index], result))
-    return tally
-
-
-def sampled(seed: int, only: str) -> Iterator[tuple[Fault, int]]:
-    """Yield each fault of files like ``only``, in an order that ``seed`` gives, with the first line of its function."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py"))
-    faults = [pair for file in files if fnmatch.fnmatch(file, only) for pair in faults_of(ROOT, file)]
-    random.Random(seed).shuffle(faults)
-    for fault, first in faults:
-        with suppress(SyntaxError):  # such as a condition that binds a name
-            ast.parse(fault.planted(ROOT))
-            yield fault, first
-
-
-def fastest(tests: Iterable[str], seconds_of: dict[str, float]) -> list[str]:
-    """The fastest case of each test function, fast ones first, within `SECONDS_OF_TESTS`."""
-    cases: dict[str, str] = {}
-    for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
-        cases.setdefault(test.partition("[")[0], test)
-    sums = itertools.accumulate(seconds_of[test] for test in cases.values())
-    return [
-        test for place, (test, total) in enumerate(zip(cases.values(), sums)) if place == 0 or total <= SECONDS_OF_TESTS
-    ]
-
-
-def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[str]], dict[str, float]]:
-    """The tests that reach each function, and the seconds of each that passes; kept until a source changes."""
-    sources = [path for part in ("ampkit", "tests") for path in sorted((ROOT / part).rglob("*.py"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    if not RECORD.exists() or not RECORD.read_text().startswith(digest):
-        began = time.monotonic()
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(f"{digest}\n{record_reach(copies, scratch)}")
-        print(f"every test file has run once, in {time.monotonic() - began:.0f} s", flush=True)
-    tests_of = defaultdict(set)
-    lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
-    seconds_of = {test: float(what[8:]) for test, what in lines if what.startswith("seconds:")}
-    for test, what in lines:
-        if test in seconds_of or test.startswith("fixture:"):
-            tests_of[what].add(test)
-    for tests in list(tests_of.values()):
-        for fixture in [test for test in tests if test.startswith("fixture:")]:
-            tests.remove(fixture)
-            tests |= tests_of[fixture]
-    return tests_of, seconds_of
-
-
-def record_reach(copies: list[Path], scratch: Path) -> str:
-    """Run each test file once, without a fault."""
-    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    files = [str(path) for path in paths if path.parts[1] not in NOT_SAMPLED]
-    record = scratch / "reach.tsv"
-
-    def make(file: str, folder: Path) -> Job:
-        shutil.copy(reach.__file__, folder / "sitecustomize.py")
-        environment = {reach.RECORD: str(record), reach.FOLDER: str(folder)}
-        return Job([file], folder, "require", environment, (), lambda: [reach.Plugin()], time_limit=900.0)
-
-    def report(index: int, result: Result) -> None:
-        if result.status not in (0, 5):
-            print(f"{files[index]}: status {result.status}, {result.failed}: failing tests are left out", flush=True)
-
-    run_all((lambda worker, file=file: make(file, copies[worker]) for file in files), scratch, report)
-    for folder in copies:
-        (folder / "sitecustomize.py").unlink(missing_ok=True)
-    return record.read_text()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--promises", default="*", help="which named faults: a pattern for the promise or the place")
-    parser.add_argument("--table", default="promises", help="of named faults: promises, or cuda")
-    parser.add_argument("--sample", default="*", help="a pattern for the files of sampled faults; '' for none")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; the sample takes what is left")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--promises", default="*", help="which faults: a pattern for the promise or the place")
+    parser.add_argument("--table", default="promises", help="promises, or cuda")
     arguments = parser.parse_args()
-    until, tallies = time.monotonic() + 60 * arguments.minutes, []
     with tempfile.TemporaryDirectory(prefix="ampkit-mutants-") as name:
-        scratch = Path(name).resolve()
-        if arguments.promises:
-            tallies.append(plant_named(arguments.promises, arguments.table, scratch))
-        if arguments.sample:
-            tallies.append(plant_sample(arguments.seed, until, arguments.sample, scratch))
-    for tally in tallies:
-        tally.print()
-    named_ones, *samples = tallies if arguments.promises else [Tally(""), *tallies]
-    too_many = any(len(tally.survived) > MOST_SURVIVORS * tally.planted for tally in samples)
-    return bool(named_ones.survived or named_ones.stale or too_many)
+        tally = plant_named(arguments.promises, arguments.table, Path(name).resolve())
+    tally.print()
+    return bool(tally.survived or tally.stale)
 
 
 if __name__ == "__main__":

@@ -221,15 +221,6 @@ def two_passes_in_one_block_of_one_session(amp):
 
 
 @script_of_two_sessions
-def inputs_of_both_blocks_in_one_with(amp, a, b, of_a, of_b):
-    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
-    with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(y)), of_b) as other:
-        one.backward()
-        other.backward()
-    return [copied(x.grad), copied(y.grad)]
-
-
-@script_of_two_sessions
 def sum_of_the_losses_of_two_blocks(amp, a, b, of_a, of_b):
     x = X.clone().requires_grad_()
     with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
@@ -272,46 +263,10 @@ for name, delays in (("over_micro_batches", (True, True, False)), ("that_wait_fo
     SCRIPTS[f"weights_of_losses_{name}"] = functools.partial(weights_of_losses, delays=delays)
 
 
-@script
-def adversarial_delta_that_is_kept(amp):
-    """Train adversarially "for free": the delta lives on, and its gradient is cleared in place."""
-    (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
-    for _ in cleared(of_a, times=3):
-        amp.backward(loss_of(a(X + delta)), of_a)
-        result = [copied(delta.grad)]
-        delta.data += 0.25 * delta.grad
-        delta.grad.zero_()
-        result += stepped([a], [of_a])
-    return [*result, copied(delta)]
-
-
-@script
-def gradients_of_inputs_alone(amp):
-    """Pass ``inputs=`` that no optimizer updates."""
-    (a, of_a), x = session(amp, 1), X.clone().requires_grad_()
-    with amp.scale_loss(loss_of(a(x)), of_a) as scaled:
-        scaled.backward(inputs=[x])
-    assert a.weight.grad is None
-    return [copied(x.grad)]
-
-
 @script_of_two_sessions(steps=[])
 def gradients_of_another_sessions_weights_alone(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
         scaled.backward(inputs=[*a.parameters(), *b.parameters()])
-
-
-@script
-def retained_features(amp):
-    a, of_a = session(amp, 1)
-    result = []
-    for index in cleared(of_a):
-        features = a(X + index)
-        features.retain_grad()
-        loss = loss_of(features)
-        amp.backward(loss, of_a)
-        result += [copied(loss), copied(features.grad), *stepped([a], [of_a])]
-    return result
 
 
 class Doubled(torch.autograd.Function):
@@ -322,15 +277,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 2
-
-
-@script
-def function_in_python_beside_a_parameter_without_optimizer(amp):
-    model, optimizer = two_layers(amp, trained=1)
-    for index in cleared(optimizer, times=3):
-        amp.backward(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer)
-        result = stepped([model], [optimizer])  # gradients of the first layer add up
-    return result
 
 
 @script
@@ -345,15 +291,6 @@ def loss_weight_reached_by_blocks_of_two_sessions(amp):
 
 
 # Gradients that wait at a scale, delay_unscale=True
-
-
-@script_of_two_sessions(steps=[])
-def micro_batches_that_reach_another_session(amp, g, d, of_g, of_d):
-    for index in range(2):
-        amp.backward(loss_of(d(g(X + index).float())), of_g, delay_unscale=True)
-    amp.backward(loss_of(d(X)), of_d)
-    of_d.step()
-    of_g.step()
 
 
 @script
@@ -406,42 +343,12 @@ def features_retained_by_a_loss_of_their_own_in_the_block(amp):
     return [*grads(a), copied(features.grad), copied(y.grad)]
 
 
-@script
-def block_without_a_scale_in_the_same_with(amp):
-    (a, of_a), (c, _), b = session(amp, 1), session(amp, 3), net(2)
-    of_b = sgd(b)
-    if isinstance(amp, WithAmpkit):
-        ampkit.initialize(b, of_b, opt_level="O0", verbosity=0)
-    with amp.scale_loss(loss_of(c(a(X).float())), of_a) as scaled, amp.scale_loss(loss_of(b(X)), of_b) as unscaled:
-        scaled.backward()
-        unscaled.backward()
-    return grads(a, b, c)
-
-
 @script_of_two_sessions(steps=[0])
 def checkpoint_around_a_whole_iteration_of_another_session(amp, a, b, of_a, of_b):
     with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
         scaled.backward()
         amp.backward(loss_of(b(X)), of_b)
         of_b.step()
-
-
-def lbfgs_with_a_block_in_its_closure(amp):
-    """An optimizer that evaluates its closure several times."""
-    a, weight = net(1), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.LBFGS(a.parameters(), lr=0.5, max_iter=3)
-    amp.initialize(a, optimizer)
-
-    def closure():
-        optimizer.zero_grad()
-        weight.grad = None
-        loss = (weight * loss_of(a(X) - 1.0)).sum()
-        amp.backward(loss, optimizer)
-        return loss
-
-    optimizer.step(closure)
-    optimizer.step(closure)
-    return [*weights(a), copied(weight.grad)]
 
 
 # Threads
@@ -487,11 +394,6 @@ def block_opened_in_one_thread_and_gone_backward_in_another(amp, a, b, of_a, of_
     return [copied(x.grad)]
 
 
-@script_of_two_sessions
-def both_models_gone_backward_in_another_thread(amp, g, d, of_g, of_d):
-    in_threads(lambda: amp.backward(loss_of(d(g(X).float())), of_d))
-
-
 @script_of_threads
 def checkpoint_in_one_thread_while_another_trains(amp):
     """A function in Python in one thread's block takes nothing from what another thread is about to step with."""
@@ -517,13 +419,9 @@ def checkpoint_in_one_thread_while_another_trains(amp):
     return weights(a, b)
 
 
-@pytest.mark.parametrize(
-    "name, level, scale",
-    [*at_by_turns(SCRIPTS), *(("lbfgs_with_a_block_in_its_closure", level, 1024.0) for level in PRECISION)],
-)
+@pytest.mark.parametrize("name, level, scale", at_by_turns(SCRIPTS))
 def test_a_script_gets_the_numbers_of_float32(name, level, scale):
-    script = SCRIPTS.get(name, lbfgs_with_a_block_in_its_closure)
-    assert_same(script(WithAmpkit(level, scale)), script(InFloat32()))
+    assert_same(SCRIPTS[name](WithAmpkit(level, scale)), SCRIPTS[name](InFloat32()))
 
 
 @pytest.mark.parametrize("level, scale", AT)

@@ -158,16 +158,6 @@ def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, lo
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_close_leaves_zeros_in_the_place_of_skipped_gradients(level):
-    _, model, optimizer = with_float32_twin(level)
-    overflow(model, optimizer)
-    optimizer.step()
-    assert ampkit.step_was_skipped(optimizer)
-    ampkit.close()
-    assert all(not param.grad.any() for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("flags", [{}, {"delay_unscale": True}, {"delay_overflow_check": True}], ids=str)
 def test_overflow_in_an_early_micro_batch_skips_the_step(level, flags):
     _, model, optimizer = with_float32_twin(level, num_losses=2)
