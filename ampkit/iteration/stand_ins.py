@@ -50,8 +50,25 @@ class StandIns:
                 yield
                 self.put_into_model()
             finally:
-                for stand_in in self._of.values():
-                    stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+                self._free()
+
+    @contextmanager
+    def in_load(self) -> Iterator[None]:
+        """Let the optimizer load state for the stand-ins, which have the shapes of weights and no values."""
+        if self.are_in_place:  # a part of the load of an optimizer around this one
+            yield
+            return
+        with self.in_groups():
+            for slot, stand_in in self._of.items():
+                stand_in.data = stand_in.new_empty(()).expand(slot.param.shape)
+            try:
+                yield
+            finally:
+                self._free()
+
+    def _free(self) -> None:
+        for stand_in in self._of.values():
+            stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:

@@ -289,6 +289,20 @@ def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32(
     assert saved[0]["exp_avg"].dtype is torch.float32
 
 
+def test_state_of_an_optimizer_that_loads_that_inside_of_it_first_stays_float32():
+    class InnerFirst(SAM):
+        def load_state_dict(self, saved):
+            self.base_optimizer.load_state_dict(saved["inner"])
+            super().load_state_dict(saved["outer"])
+
+    model, optimizer = initialize_quietly(model_of_test(), lambda p: InnerFirst(p, torch.optim.SGD, lr=0.1), "O2")
+    values = {param: torch.rand(param.shape) for param in model.parameters()}
+    optimizer.state.update({param: {"old_p": value} for param, value in values.items()})
+    saved = {"inner": optimizer.base_optimizer.state_dict(), "outer": optimizer.state_dict()}
+    optimizer.load_state_dict(saved)
+    assert_same({param: optimizer.state[param]["old_p"] for param in values}, values)
+
+
 class Scheduled:
     """An optimizer around another (Vaswani et al. 2017): it sets the rate, and hands on what it does not define."""
 
@@ -319,3 +333,18 @@ def test_an_optimizer_may_hand_on_the_methods_of_another(level):
     assert model.state_dict()["weight"].item() == 6.0
     ampkit.close()
     assert list(vars(optimizer)) == ["inner", "count"]
+
+
+@pytest.mark.parametrize("to", ["float32", "int8"])
+def test_moments_in_8_bits_load_through_an_optimizer_around_theirs(to):
+    def make(state_dtype):
+        return lambda params: Scheduled(FusedAdam(params, state_dtype=state_dtype))
+
+    model, optimizer = initialize_quietly(model_of_test(), make("int8"), "O2")
+    iterate(lambda: loss_of(model), optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, optimizer = initialize_quietly(model_of_test(), make(to), "O2")
+    optimizer.load_state_dict(saved)
+    plain = FusedAdam(model_of_test().parameters(), state_dtype=to)
+    plain.load_state_dict(saved)
+    assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
