@@ -152,9 +152,10 @@ class StandIns:
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Optimizers that an optimizer holds, over parameters of its own groups."""
-    params = set(params_of(optimizer))
-    held = getattr(optimizer, "__dict__", {}).values()
+    """Optimizers that an optimizer holds, in attributes or in lists there, over parameters of its own groups."""
+    params, held = set(params_of(optimizer)), list[Any]()
+    for value in getattr(optimizer, "__dict__", {}).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
     inner = [x for x in held if all(hasattr(x, name) for name in ("param_groups", "state", "step"))]
     return [x for x in inner if not params.isdisjoint(params_of(x))]
 

@@ -348,3 +348,42 @@ def test_moments_in_8_bits_load_through_an_optimizer_around_theirs(to):
     plain = FusedAdam(model_of_test().parameters(), state_dtype=to)
     plain.load_state_dict(saved)
     assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
+class Chained:
+    """Several optimizers as one, each over some of the parameters, as scripts combine Muon with AdamW."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_state_of_optimizers_in_a_list_lies_under_the_models_weights(level):
+    """The square of the slope 2 in Adam's second moment is 4 of 1000 parts."""
+
+    def make(params, lr):
+        return Chained(torch.optim.Adam(params, lr=lr, betas=(0.9, 0.999)))
+
+    model, optimizer = one_weight(8.0, make, opt_level=level, check_gradients=True)
+    backward_of_one_weight(model, optimizer, 2.0)
+    optimizer.step()
+    assert optimizer.state.keys() == {model.weight}
+    (state,) = optimizer.optimizers[0].state_dict()["state"].values()
+    assert state["exp_avg_sq"].dtype is torch.float32 and state["exp_avg_sq"].item() == pytest.approx(0.004)
+    assert model.state_dict()["weight"].item() == pytest.approx(7.0)
