@@ -8,7 +8,7 @@ operator that makes NaN of a mask is a new origin. The origin of the loss, or of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,9 +108,13 @@ class Finder(Watch):
         """Return the origin of an input that is not finite. If no operator made it, the input is the origin; a mask has none."""
         key = address(tensor)
         if key not in self._origins:
-            words = f"{self.name_of(tensor) or 'a tensor'} of shape {tuple(value.shape)}, {value.dtype}"
+            name = self.name_of(tensor)
+            words = f"{name or 'a tensor'} of shape {tuple(value.shape)}, {value.dtype}"
             text = f"{words}, that this line uses, has {_count_non_finite(value)}"
-            self._origins[key] = None if _is_mask(value) else self._new(call, GIVEN, text, None, value)
+            origin = self._new(call, GIVEN, text, None, value)
+            if name:  # of a model, which has no rows of the batch
+                origin = replace(origin, rows="")
+            self._origins[key] = None if _is_mask(value) else origin
         return self._origins[key]
 
     def _new(self, call: Call, kind: str, evidence: str, needed: float | None, bad: torch.Tensor) -> Culprit:

@@ -358,7 +358,7 @@ class OptimizerWrapper:
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Load state while float32 stand-ins replace weights with rests: torch casts state to the dtype of its parameter."""
         self.one_pass.known_counts.clear()
-        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
+        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_load():
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:

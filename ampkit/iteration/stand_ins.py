@@ -50,8 +50,25 @@ class StandIns:
                 yield
                 self.put_into_model()
             finally:
-                for stand_in in self._of.values():
-                    stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+                self._free()
+
+    @contextmanager
+    def in_load(self) -> Iterator[None]:
+        """Let the optimizer load state for the stand-ins, which have the shapes of weights and no values."""
+        if self.are_in_place:  # a part of the load of an optimizer around this one
+            yield
+            return
+        with self.in_groups():
+            for slot, stand_in in self._of.items():
+                stand_in.data = stand_in.new_empty(()).expand(slot.param.shape)
+            try:
+                yield
+            finally:
+                self._free()
+
+    def _free(self) -> None:
+        for stand_in in self._of.values():
+            stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
@@ -135,9 +152,10 @@ class StandIns:
 
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Optimizers that an optimizer holds, over parameters of its own groups."""
-    params = set(params_of(optimizer))
-    held = getattr(optimizer, "__dict__", {}).values()
+    """Optimizers that an optimizer holds, in attributes or in lists there, over parameters of its own groups."""
+    params, held = set(params_of(optimizer)), list[Any]()
+    for value in getattr(optimizer, "__dict__", {}).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
     inner = [x for x in held if all(hasattr(x, name) for name in ("param_groups", "state", "step"))]
     return [x for x in inner if not params.isdisjoint(params_of(x))]
 

@@ -140,14 +140,33 @@ class KeepsState(torch.optim.Optimizer):
         )
         for group in state_dict["param_groups"]:
             self.check_group(group)
-        params, missing = self._by_key(state_dict), 0
-        for key, param in params.items():
-            for name, value in state_dict["state"].get(key, {}).items():
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, saved: self._hand_on_saved(saved)),
+            self.register_load_state_dict_post_hook(lambda _: self._store_saved(), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hand_on_saved(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Replace tensors of state, after the hooks of scripts, by what torch does not round."""
+        states = dict(state_dict["state"])
+        for key, param in self._by_key(state_dict).items():
+            state = dict(states.get(key, {}))
+            for name, value in state.items():
                 self.storage.check(name, value, param)
-                if isinstance(value, torch.Tensor) and name != "step":
-                    state_dict["state"][key][name] = _AsSaved(value)
-        super().load_state_dict(state_dict)
-        for param in params.values():
+                if isinstance(value, Tensor) and name != "step":
+                    state[name] = _AsSaved(value)
+            if key in states:
+                states[key] = state
+        return {**state_dict, "state": states}
+
+    def _store_saved(self) -> None:
+        """Store what `_hand_on_saved` has replaced, before the hooks of scripts."""
+        params, missing = [param for group in self.param_groups for param in group["params"]], 0
+        for param in params:
             state = self.state.get(param, {})
             for name, value in state.items():
                 if isinstance(value, _AsSaved):
@@ -161,7 +180,7 @@ class KeepsState(torch.optim.Optimizer):
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
             )
-        self.leave_out_rests([p for p in params.values() if not self.rests or p.dtype not in LOWER_PRECISION])
+        self.leave_out_rests([p for p in params if not self.rests or p.dtype not in LOWER_PRECISION])
         self._share_equal_counts()
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -257,10 +257,11 @@ def test_weights_and_statistics_that_were_not_finite_before_have_their_name(name
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     model, optimizer = initialize_quietly(model, torch.optim.Adam, level)
     model.state_dict()[name].view(-1)[0] = torch.nan
-    found = diagnose(lambda: backward(model(torch.ones(3, 2)).float().sum(), optimizer))
+    diagnosis = diagnose(lambda: backward(model(torch.ones(2, 2)).float().sum(), optimizer))
     words, count = NAN_OF[name]
-    assert found.culprit.kind == "not finite before the iteration" and not found.cures
-    assert found.culprit.evidence == f"{words}, that this line uses, has {count} elements"
+    assert diagnosis.culprit.kind == "not finite before the iteration" and not diagnosis.cures
+    assert not diagnosis.culprit.rows  # the weight has two rows, as the batch has
+    assert diagnosis.culprit.evidence == f"{words}, that this line uses, has {count} elements"
 
 
 def test_complex_numbers_and_sparse_gradients_are_looked_at():

@@ -289,6 +289,20 @@ def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32(
     assert saved[0]["exp_avg"].dtype is torch.float32
 
 
+def test_state_of_an_optimizer_that_loads_that_inside_of_it_first_stays_float32():
+    class InnerFirst(SAM):
+        def load_state_dict(self, saved):
+            self.base_optimizer.load_state_dict(saved["inner"])
+            super().load_state_dict(saved["outer"])
+
+    model, optimizer = initialize_quietly(model_of_test(), lambda p: InnerFirst(p, torch.optim.SGD, lr=0.1), "O2")
+    values = {param: torch.rand(param.shape) for param in model.parameters()}
+    optimizer.state.update({param: {"old_p": value} for param, value in values.items()})
+    saved = {"inner": optimizer.base_optimizer.state_dict(), "outer": optimizer.state_dict()}
+    optimizer.load_state_dict(saved)
+    assert_same({param: optimizer.state[param]["old_p"] for param in values}, values)
+
+
 class Scheduled:
     """An optimizer around another (Vaswani et al. 2017): it sets the rate, and hands on what it does not define."""
 
@@ -319,3 +333,57 @@ def test_an_optimizer_may_hand_on_the_methods_of_another(level):
     assert model.state_dict()["weight"].item() == 6.0
     ampkit.close()
     assert list(vars(optimizer)) == ["inner", "count"]
+
+
+@pytest.mark.parametrize("to", ["float32", "int8"])
+def test_moments_in_8_bits_load_through_an_optimizer_around_theirs(to):
+    def make(state_dtype):
+        return lambda params: Scheduled(FusedAdam(params, state_dtype=state_dtype))
+
+    model, optimizer = initialize_quietly(model_of_test(), make("int8"), "O2")
+    iterate(lambda: loss_of(model), optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, optimizer = initialize_quietly(model_of_test(), make(to), "O2")
+    optimizer.load_state_dict(saved)
+    plain = FusedAdam(model_of_test().parameters(), state_dtype=to)
+    plain.load_state_dict(saved)
+    assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
+class Chained:
+    """Several optimizers as one, each over some of the parameters, as scripts combine Muon with AdamW."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_state_of_optimizers_in_a_list_lies_under_the_models_weights(level):
+    """The square of the slope 2 in Adam's second moment is 4 of 1000 parts."""
+
+    def make(params, lr):
+        return Chained(torch.optim.Adam(params, lr=lr, betas=(0.9, 0.999)))
+
+    model, optimizer = one_weight(8.0, make, opt_level=level, check_gradients=True)
+    backward_of_one_weight(model, optimizer, 2.0)
+    optimizer.step()
+    assert optimizer.state.keys() == {model.weight}
+    (state,) = optimizer.optimizers[0].state_dict()["state"].values()
+    assert state["exp_avg_sq"].dtype is torch.float32 and state["exp_avg_sq"].item() == pytest.approx(0.004)
+    assert model.state_dict()["weight"].item() == pytest.approx(7.0)

@@ -87,6 +87,32 @@ def test_moments_of_any_dtype_load_into_any_other(name, kept, to):
             assert after.dtype is expected.dtype and torch.equal(after, expected)
 
 
+@EVERY
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_hooks_of_loading_see_tensors_and_may_change_them(name, state_dtype, dtype):
+    """A hook before finds each parameter's state by its name, as torch's documentation has it; one after doubles a moment."""
+    model = small_model().to(dtype)
+    optimizer = MAKERS[name](model.named_parameters(), state_dtype=state_dtype)
+    train(model, optimizer, 3)
+    other = small_model(1).to(dtype)
+    loading = MAKERS[name](list(other.named_parameters())[::-1], state_dtype=state_dtype)
+    moment, weight, loaded_weight = MOMENTS[name][0], model[0].weight, other[0].weight
+
+    def find_by_name(_, saved):
+        (group,), names = saved["param_groups"], loading.param_groups[0]["param_names"]
+        numbers = dict(zip(group["param_names"], group["params"]))
+        assert torch.equal(saved["state"][numbers["0.weight"]][moment], optimizer.state[weight][moment])
+        return {**saved, "param_groups": [{**group, "params": [numbers[name] for name in names], "param_names": names}]}
+
+    loading.register_load_state_dict_pre_hook(find_by_name)
+    loading.register_load_state_dict_post_hook(lambda _: loading.state[loaded_weight][moment].mul_(2))
+    loading.load_state_dict(optimizer.state_dict())
+    optimizer.state[weight][moment].mul_(2)
+    for param, loaded in zip(model.parameters(), other.parameters()):
+        assert_same(optimizer.state[param], loading.state[loaded])
+
+
 @pytest.mark.parametrize("to", ["float32", "int8"])
 def test_moments_of_a_tensor_of_another_size_are_refused(to):
     """257 elements are 260 bytes of codes and two scales, 256 are 256 and one."""
