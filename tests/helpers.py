@@ -381,13 +381,8 @@ class ScaleOnPaper:
 # For tests on several processes, mostly two: the test file runs itself as a script on each.
 
 
-def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
-    """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; return the result of each."""
-    return results_of_ranks(script, folder, 2)
-
-
-def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
-    """Run ``script`` in ``count`` processes; return the result of each."""
+def results_of_ranks(script: str, folder: Path, count: int = 2) -> list[Any]:
+    """Run ``script``, which calls `as_one_of_two_ranks`, in ``count`` processes; return the result of each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     files = [folder / f"rank{rank}.pt" for rank in range(count)]
     for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
@@ -410,7 +405,7 @@ def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
 
 
 def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
-    """In the process of `results_of_two_ranks` or `results_of_ranks`: hand ``work(rank)`` of each rank back, and end.
+    """In the process of `results_of_ranks`: hand ``work(rank)`` of each rank back, and end.
 
     The ranks are forks of it, since torch and what optimizers, DDP and FSDP2 import takes seconds of work to load.
     """
@@ -519,49 +514,6 @@ class GatedNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-class TwoHeads(nn.Module):
-    """A trunk, two heads with a loss each, and a layer that nothing uses."""
-
-    def __init__(self, seed: int = 0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.trunk, self.a, self.b, self.unused = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), nn.Linear(2, 2)
-
-    def forward(self, x, heads="ab"):
-        hidden = torch.tanh(self.trunk(x))
-        outputs = {"a": self.a, "b": self.b}
-        return [outputs[head](hidden).square().mean() for head in heads]
-
-
-def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
-    """The input of a rank for `TwoHeads` in its ``index``-th pass."""
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
-
-
-def gradients_by_name(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
-
-
-def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) -> dict[str, torch.Tensor | None]:
-    """The gradients of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
-    model = TwoHeads().double()
-    for index in range(passes):
-        for rank in range(2):
-            (sum(model(batch_of_rank(rank, index).double(), heads[rank])) / (2 if average else 1)).backward()
-    return gradients_by_name(model)
-
-
-def assert_gradients_close(actual: dict, wanted: dict, tolerance: float = 1e-5) -> None:
-    """Assert the same names, None where None is wanted, and values within ``tolerance`` of the largest, or of 1."""
-    assert actual.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            difference = (actual[name].double() - value).abs().max()
-            assert difference <= tolerance * max(1.0, value.abs().max()), (name, actual[name], value)
 
 
 def outputs_after_close(forward, recompile, *inputs):

@@ -107,13 +107,8 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).T
 
 
-class Parametrized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Symmetric())
-
-    def forward(self, x):
-        return self.linear(x)
+def parametrized():
+    return parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Symmetric())
 
 
 class Shifted(nn.Module):
@@ -129,7 +124,7 @@ class Shifted(nn.Module):
         return shifted
 
 
-PARTS = [Residual, Checkpointed, Convolution, Tied, Recurrent, Products, Parametrized, Shifted]
+PARTS = [Residual, Checkpointed, Convolution, Tied, Recurrent, Products, parametrized, Shifted]
 OPTIMIZERS = [
     lambda params: torch.optim.SGD(params, lr=0.5),
     lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
@@ -231,12 +226,7 @@ def hooks_a_weight(run, draw):
 
 
 def hooks_the_step(run, draw):
-    def halve(*_):
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-
-    run.optimizer.register_step_pre_hook(halve)
+    run.optimizer.register_step_pre_hook(lambda *_: halves_gradients(run, draw))
 
 
 def changes_the_rate(run, draw):
