@@ -516,6 +516,37 @@ class GatedNet(nn.Module):
         return self.head(self.norm(x))
 
 
+class RowClassifier(nn.Module):
+    """A bit of everything that `initialize` treats in its own way; in training, forward writes to one of the buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.batch_norm, self.rnn = nn.BatchNorm1d(6), nn.LSTM(6, 5, batch_first=True)
+        self.frozen, self.last = nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 2)
+        self.register_buffer("offset", torch.full((2,), 0.1))
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, x):
+        hidden = self.batch_norm(self.norm(self.first(x))).unsqueeze(1)
+        y = self.last(self.frozen(self.rnn(hidden)[0][:, -1])) + self.offset
+        if self.training:
+            self.average.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
+        return y
+
+
+ROWS = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def classify_rows(model, optimizer, times=1, run=iterate):
+    """Run iterations on the three rows; return the last loss."""
+    return run(lambda: F.cross_entropy(model(ROWS).float(), torch.tensor([0, 1, 0])), optimizer, times)
+
+
+def trained_params(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def outputs_after_close(forward, recompile, *inputs):
     """Outputs of code that was compiled in a session. torch refuses it from 2.13 on if only torch's own is left: compiled again."""
     try:
