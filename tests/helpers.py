@@ -113,7 +113,6 @@ def initialize_quietly(model: Any, make_optimizer: Callable, level: str, **setti
 
 
 def backward(loss: torch.Tensor, optimizers, **flags) -> None:
-    """The backward pass of a scaled loss; ``flags`` are those of `ampkit.scale_loss`."""
     with ampkit.scale_loss(loss, optimizers, **flags) as scaled:
         scaled.backward()
 
@@ -163,7 +162,6 @@ def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of ``state_dict()``."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -173,7 +171,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | None = None) -> None:
-    """Assert that a step, or a whole iteration, is skipped and changes nothing."""
     before = everything(model, optimizer)
     (step or optimizer.step)()
     assert ampkit.step_was_skipped(optimizer)
@@ -194,7 +191,6 @@ def net_with_norm(inputs: int = 6, hidden: int = 8, outputs: int = 3, seed: int 
 
 
 def random_batch(seed: int = 1, rows: int = 4, inputs: int = 6, outputs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, inputs, generator=generator), torch.randn(rows, outputs, generator=generator)
 
@@ -216,7 +212,6 @@ def drawn_gradients(step: int, params: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def take_steps(optimizer, params: Iterable[torch.Tensor], steps: Iterable[int]) -> None:
-    """Steps with the `drawn_gradients` of these numbers."""
     for step in steps:
         for param, gradient in zip(params, drawn_gradients(step, params)):
             param.grad = gradient
@@ -230,7 +225,6 @@ def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A number that depends on every bit of these tensors."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().tobytes(), total)
@@ -238,7 +232,6 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
-    """Return ``thing`` after a round trip through ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -246,7 +239,6 @@ def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """Return a replica of the module, made as by DataParallel, on one device."""
     made = module._replicate_for_data_parallel()
     made._former_parameters = dict(module._parameters)
     for name, param in module._parameters.items():
@@ -539,7 +531,6 @@ ROWS = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def classify_rows(model, optimizer, times=1, run=iterate):
-    """Run iterations on the three rows; return the last loss."""
     return run(lambda: F.cross_entropy(model(ROWS).float(), torch.tensor([0, 1, 0])), optimizer, times)
 
 

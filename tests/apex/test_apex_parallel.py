@@ -34,7 +34,6 @@ class TwoHeads(nn.Module):
 
 
 def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
-    """The input of a rank for `TwoHeads` in its ``index``-th pass."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
 
 

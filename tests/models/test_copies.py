@@ -38,7 +38,6 @@ def level(request):
 
 
 def trained_a_little(level):
-    """Return a model and its optimizer, initialized and two iterations old."""
     model = RowClassifier()
     optimizer = torch.optim.AdamW(trained_params(model), lr=0.02)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -104,7 +103,6 @@ def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
 
 
 def train_plainly(model, optimizer, times=3):
-    """Return the losses of iterations without ampkit."""
     return [classify_rows(model, optimizer, run=iterate_in_torch) for _ in range(times)]
 
 

@@ -56,8 +56,6 @@ class ByForward(Net):
 
 
 class ByLayers(Net):
-    """A model whose head is a list, of which only the layers are called."""
-
     def __init__(self):
         super().__init__()
         self.head = nn.ModuleList(self.head)

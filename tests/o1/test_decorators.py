@@ -23,7 +23,6 @@ def forget_registrations(monkeypatch):
 
 
 def dtypes(*args, **kwargs):
-    """Return the dtypes that arrive."""
     return [x.dtype for x in (*args, *kwargs.values())]
 
 

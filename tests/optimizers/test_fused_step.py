@@ -70,13 +70,11 @@ def masters(optimizer):
 
 
 def float64_twin(make_twin, optimizer):
-    """torch.optim in float64, from the masters as they are now."""
     params = [nn.Parameter(p.detach().double()) for p in masters(optimizer)]
     return params, make_twin(params)
 
 
 def give_gradients(params, model):
-    """Give the model's unscaled gradients to parameters in float64, after the backward pass."""
     for param, p in zip(params, model.parameters(), strict=True):
         param.grad = None if p.grad is None else p.grad.double()
 

@@ -37,7 +37,6 @@ class Plain:
         self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), bound).item())
 
     def after(self, script):
-        """The numbers that the script saw, and the weight."""
         script(self)
         return [*self.seen, self.masters()[0].item()]
 
@@ -162,7 +161,6 @@ def test_a_script_sees_and_learns_what_it_does_in_torch(make_optimizer, level, s
 
 
 def two_weights(make_optimizer, level):
-    """Two models of one weight, and an optimizer for each."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.constant_(model.weight, 1.0)

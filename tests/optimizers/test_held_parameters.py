@@ -50,7 +50,6 @@ WAYS = {
 
 
 def trained(way, moment, make_optimizer, level):
-    """Make three steps, change the groups at one moment of each, and return the weights."""
     model, optimizer = initialize_quietly(model_of_test(), make_optimizer, level)
     for _ in range(3):
         if moment == "before the block":
@@ -81,8 +80,6 @@ def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, m
 
 
 class Sum(nn.Module):
-    """Two weights whose gradients are 1/4 each."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)

@@ -39,19 +39,16 @@ OPTIMIZERS = {
 
 
 def with_masters(level=STORED_BF16, make=OPTIMIZERS["SGD"], seed=0, **settings):
-    """The model of this file and its optimizer, initialized by default at a level that has masters."""
     torch.manual_seed(seed)
     return initialize_quietly(RowClassifier(), make, level, **settings)
 
 
 def fit_batch(model, optimizer, seed=1):
-    """Run an iteration on the batch of this seed; return its loss."""
     x, y = random_batch(seed, rows=6, inputs=4, outputs=1)
     return iterate(lambda: F.mse_loss(model(x).float(), y), optimizer)
 
 
 def master_of(model, optimizer, name):
-    """The optimizer's parameter that stands for the model's parameter ``name``."""
     index = [n for n, _ in model.named_parameters()].index(name)
     return list(ampkit.master_params(optimizer))[index]
 

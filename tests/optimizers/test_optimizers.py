@@ -42,7 +42,6 @@ def backward_of(model, optimizer, factor=1.0):
 
 
 def shrink_output(model, optimizer, factor=1.0):
-    """Run an iteration on X, with its loss times a factor."""
     iterate(lambda: loss_of(model) * factor, optimizer)
 
 

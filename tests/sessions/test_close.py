@@ -16,7 +16,6 @@ def make_pair():
 
 
 def attributes(model, optimizer):
-    """Keys of every module's __dict__ and of its hook dicts, and of the optimizer."""
     modules = {
         name: {
             key: sorted(value) if key.endswith(("_hooks", "_kwargs", "_called")) else None

@@ -135,8 +135,6 @@ OPTIMIZERS = [
 
 
 class Run:
-    """A run of a script: its model and optimizer, and what it has seen."""
-
     def __init__(self, draw, settings):
         self.with_ampkit = settings is not None
         self.seen, self.kept = [], None
