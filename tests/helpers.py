@@ -178,7 +178,6 @@ def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | 
 
 
 def in_threads(*works: Callable[[], object]) -> None:
-    """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
     with ThreadPoolExecutor(len(works)) as threads:
         for running in [threads.submit(work) for work in works]:
             running.result(60)

@@ -87,8 +87,6 @@ def test_loss_is_float32_inside_and_out(level, name):
 
 
 class WithLoss(nn.Module):
-    """A model that takes its labels and returns its loss, as in transformers."""
-
     def __init__(self):
         super().__init__()
         self.net, self.loss = net_with_norm(outputs=50), nn.CrossEntropyLoss()

@@ -183,7 +183,7 @@ def test_mixed_dtypes_meet_in_the_wider_one(name):
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
-# Calls of einsum on float32 tensors `x` (3 x 3) and `v` (3) that sum over no index; those that do are among LOWER_CALLS.
+# Calls of einsum on float32 tensors `x` (3 x 3) and `v` (3) that sum over no index.
 MULTIPLIED = {
     "outer": lambda x, v: torch.einsum("i,j->ij", v, v),
     "outer, implicit": lambda x, v: torch.einsum("i,j", v, v),

@@ -55,7 +55,6 @@ class WithSide(nn.Module):
 
 
 def with_fused(make, level="O2", **settings):
-    """The model of this file and a fused optimizer, initialized by default at a level that has masters."""
     torch.manual_seed(0)
     return initialize_quietly(WithSide(), make, level, **settings)
 

@@ -54,7 +54,6 @@ def process():
 
 
 def same(before, after):
-    """Whether two snapshots are equal, tensors compared by identity."""
     if isinstance(before, (list, tuple)):
         return len(before) == len(after) and all(same(x, y) for x, y in zip(before, after))
     return before is after if isinstance(before, (torch.Tensor, nn.Module)) else before == after

@@ -313,7 +313,6 @@ LEVELS = [at(level) for level in ("O1", "O2", STORED_BF16, "O5")]
 
 
 def compared(seed):
-    """Play a script in float32 and at each level; return how many iterations were equal bit for bit."""
     expected, count = play(seed, judge=Inexact()), 0
     for settings in LEVELS:
         for number, ((names, want), (_, seen)) in enumerate(zip(expected, play(seed, settings))):
