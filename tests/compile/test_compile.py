@@ -126,7 +126,6 @@ def train_eagerly(make, level):
 
 
 def gradient_of_a_step(forward, optimizer, inputs, targets):
-    """Return the dtype of the output, and all gradients that the optimizer got in one vector."""
     outputs, _ = step_of_forward(forward, optimizer, inputs, targets)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])

@@ -26,8 +26,6 @@ def level(request):
 
 
 class Head(nn.Sequential):
-    """A head with a type of its own, to be named in keep_fp32."""
-
     def __init__(self):
         super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 

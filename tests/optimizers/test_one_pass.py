@@ -48,8 +48,6 @@ def initialized(make, dtype=torch.bfloat16, model=None, **settings):
 
 @pytest.fixture
 def only_one_pass(monkeypatch):
-    """Fail the test if a step makes float32 copies of the weights."""
-
     def copies(*_):
         raise AssertionError("a step made float32 copies of the weights")
 
