@@ -113,7 +113,6 @@ def initialize_quietly(model: Any, make_optimizer: Callable, level: str, **setti
 
 
 def backward(loss: torch.Tensor, optimizers, **flags) -> None:
-    """The backward pass of a scaled loss; ``flags`` are those of `ampkit.scale_loss`."""
     with ampkit.scale_loss(loss, optimizers, **flags) as scaled:
         scaled.backward()
 
@@ -163,7 +162,6 @@ def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of ``state_dict()``."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -173,7 +171,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | None = None) -> None:
-    """Assert that a step, or a whole iteration, is skipped and changes nothing."""
     before = everything(model, optimizer)
     (step or optimizer.step)()
     assert ampkit.step_was_skipped(optimizer)
@@ -181,7 +178,6 @@ def assert_skips(model: nn.Module, optimizer: Any, step: Callable[[], object] | 
 
 
 def in_threads(*works: Callable[[], object]) -> None:
-    """Run ``works`` at once, each in a thread of its own, and raise what they raise."""
     with ThreadPoolExecutor(len(works)) as threads:
         for running in [threads.submit(work) for work in works]:
             running.result(60)
@@ -194,7 +190,6 @@ def net_with_norm(inputs: int = 6, hidden: int = 8, outputs: int = 3, seed: int 
 
 
 def random_batch(seed: int = 1, rows: int = 4, inputs: int = 6, outputs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, inputs, generator=generator), torch.randn(rows, outputs, generator=generator)
 
@@ -216,7 +211,6 @@ def drawn_gradients(step: int, params: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def take_steps(optimizer, params: Iterable[torch.Tensor], steps: Iterable[int]) -> None:
-    """Steps with the `drawn_gradients` of these numbers."""
     for step in steps:
         for param, gradient in zip(params, drawn_gradients(step, params)):
             param.grad = gradient
@@ -230,7 +224,6 @@ def assert_all_close(actual: Iterable[torch.Tensor], expected: Iterable[torch.Te
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A number that depends on every bit of these tensors."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().tobytes(), total)
@@ -238,7 +231,6 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
-    """Return ``thing`` after a round trip through ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -246,7 +238,6 @@ def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """Return a replica of the module, made as by DataParallel, on one device."""
     made = module._replicate_for_data_parallel()
     made._former_parameters = dict(module._parameters)
     for name, param in module._parameters.items():
@@ -381,13 +372,8 @@ class ScaleOnPaper:
 # For tests on several processes, mostly two: the test file runs itself as a script on each.
 
 
-def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
-    """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; return the result of each."""
-    return results_of_ranks(script, folder, 2)
-
-
-def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
-    """Run ``script`` in ``count`` processes; return the result of each."""
+def results_of_ranks(script: str, folder: Path, count: int = 2) -> list[Any]:
+    """Run ``script``, which calls `as_one_of_two_ranks`, in ``count`` processes; return the result of each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     files = [folder / f"rank{rank}.pt" for rank in range(count)]
     for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
@@ -410,7 +396,7 @@ def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
 
 
 def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
-    """In the process of `results_of_two_ranks` or `results_of_ranks`: hand ``work(rank)`` of each rank back, and end.
+    """In the process of `results_of_ranks`: hand ``work(rank)`` of each rank back, and end.
 
     The ranks are forks of it, since torch and what optimizers, DDP and FSDP2 import takes seconds of work to load.
     """
@@ -521,47 +507,34 @@ class GatedNet(nn.Module):
         return self.head(self.norm(x))
 
 
-class TwoHeads(nn.Module):
-    """A trunk, two heads with a loss each, and a layer that nothing uses."""
+class RowClassifier(nn.Module):
+    """A bit of everything that `initialize` treats in its own way; in training, forward writes to one of the buffers."""
 
-    def __init__(self, seed: int = 0):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(seed)
-        self.trunk, self.a, self.b, self.unused = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), nn.Linear(2, 2)
+        self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.batch_norm, self.rnn = nn.BatchNorm1d(6), nn.LSTM(6, 5, batch_first=True)
+        self.frozen, self.last = nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 2)
+        self.register_buffer("offset", torch.full((2,), 0.1))
+        self.register_buffer("average", torch.zeros(2))
 
-    def forward(self, x, heads="ab"):
-        hidden = torch.tanh(self.trunk(x))
-        outputs = {"a": self.a, "b": self.b}
-        return [outputs[head](hidden).square().mean() for head in heads]
-
-
-def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
-    """The input of a rank for `TwoHeads` in its ``index``-th pass."""
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
-
-
-def gradients_by_name(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    def forward(self, x):
+        hidden = self.batch_norm(self.norm(self.first(x))).unsqueeze(1)
+        y = self.last(self.frozen(self.rnn(hidden)[0][:, -1])) + self.offset
+        if self.training:
+            self.average.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
+        return y
 
 
-def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) -> dict[str, torch.Tensor | None]:
-    """The gradients of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
-    model = TwoHeads().double()
-    for index in range(passes):
-        for rank in range(2):
-            (sum(model(batch_of_rank(rank, index).double(), heads[rank])) / (2 if average else 1)).backward()
-    return gradients_by_name(model)
+ROWS = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def assert_gradients_close(actual: dict, wanted: dict, tolerance: float = 1e-5) -> None:
-    """Assert the same names, None where None is wanted, and values within ``tolerance`` of the largest, or of 1."""
-    assert actual.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            difference = (actual[name].double() - value).abs().max()
-            assert difference <= tolerance * max(1.0, value.abs().max()), (name, actual[name], value)
+def classify_rows(model, optimizer, times=1, run=iterate):
+    return run(lambda: F.cross_entropy(model(ROWS).float(), torch.tensor([0, 1, 0])), optimizer, times)
+
+
+def trained_params(model):
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def outputs_after_close(forward, recompile, *inputs):

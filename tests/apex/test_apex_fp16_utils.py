@@ -329,22 +329,18 @@ class OldScaler:
         self.__dict__.update(attributes)
 
 
-def amps_scaler():
-    scaler = LossScaler("dynamic")
-    scaler._loss_scale, scaler._unskipped = 128.0, 7
-    return scaler
-
-
 @pytest.mark.parametrize(
     "scaler, scale, clean",
     [
         (OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0, 7),
         (OldScaler(cur_scale=256.0), 256.0, 0),
-        (amps_scaler(), 128.0, 7),
+        (LossScaler("dynamic", init_scale=128.0), 128.0, 7),
     ],
 )
 def test_checkpoints_with_a_pickled_scaler_load(scaler, scale, clean):
     _, optimizer = make(dynamic_loss_scale=True)
+    if isinstance(scaler, LossScaler):
+        scaler._unskipped = clean
     state = optimizer.state_dict() | {"loss_scaler": scaler}
     with pytest.raises(pickle.UnpicklingError):
         saved_and_loaded(state)

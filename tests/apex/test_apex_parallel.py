@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    TwoHeads,
-    as_one_of_two_ranks,
-    assert_gradients_close,
-    batch_of_rank,
-    gradients_by_name,
-    gradients_over_ranks,
-    initialize_quietly,
-    results_of_two_ranks,
-)
+from helpers import as_one_of_two_ranks, initialize_quietly, results_of_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +17,49 @@ import ampkit.parallel
 from ampkit.apex import parallel
 from ampkit.apex.parallel import DistributedDataParallel as DDP
 from ampkit.apex.parallel import distributed, multiproc
+
+
+class TwoHeads(nn.Module):
+    """A trunk, two heads with a loss each, and a layer that nothing uses."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trunk, self.a, self.b, self.unused = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x, heads="ab"):
+        hidden = torch.tanh(self.trunk(x))
+        outputs = {"a": self.a, "b": self.b}
+        return [outputs[head](hidden).square().mean() for head in heads]
+
+
+def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) -> dict[str, torch.Tensor | None]:
+    """The gradients of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
+    model = TwoHeads().double()
+    for index in range(passes):
+        for rank in range(2):
+            (sum(model(batch_of_rank(rank, index).double(), heads[rank])) / (2 if average else 1)).backward()
+    return gradients_by_name(model)
+
+
+def assert_gradients_close(actual: dict, wanted: dict, tolerance: float = 1e-5) -> None:
+    """Assert the same names, None where None is wanted, and values within ``tolerance`` of the largest, or of 1."""
+    assert actual.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            difference = (actual[name].double() - value).abs().max()
+            assert difference <= tolerance * max(1.0, value.abs().max()), (name, actual[name], value)
+
 
 # name: arguments of DistributedDataParallel, with the parameters that trigger by name
 SETTINGS = {
@@ -188,11 +222,8 @@ def run_lists(rank, results):
     results["flat broadcast"] = values
 
 
-AMP = [
-    (level, how)
-    for level in ("O1", "O2", "O5")
-    for how in ("plain", "no_sync", "disabled", "delay_unscale", "toggled", "two_losses")
-]
+MICRO_BATCHES = ("plain", "no_sync", "disabled", "delay_unscale", "toggled", "two_losses")
+AMP = [*itertools.product(("O1", "O2", "O5"), MICRO_BATCHES)]
 
 
 def run_amp(rank, results):
@@ -260,7 +291,7 @@ def work(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("apex_parallel"))
+    return results_of_ranks(__file__, tmp_path_factory.mktemp("apex_parallel"))
 
 
 # Without an average, the second of two losses would sum the sum of the first.

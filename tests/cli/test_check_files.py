@@ -117,8 +117,6 @@ def test_rests_that_an_optimizer_saves_complete_its_weights(check, tmp_path):
 
 
 class Runs:
-    """A class that makes a folder where it is unpickled."""
-
     def __init__(self, path):
         self.path = path
 

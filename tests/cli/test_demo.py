@@ -13,7 +13,6 @@ for package in ("torchvision", "matplotlib", "sklearn"):
 
 @pytest.fixture
 def demo(monkeypatch):
-    """The module, importable as it is for the script itself."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     names = ("demo", "make_digits")
     try:

@@ -33,7 +33,6 @@ ROW = "phase epoch iteration loss top1 top5 images_per_s loss_scale skipped peak
 
 @pytest.fixture(scope="module")
 def example():
-    """The modules of the example, importable as they are for the script itself."""
     sys.path.insert(0, str(EXAMPLE))
     names = ["checkpoint", "data", "main_amp", "make_digits", "metrics"]
     try:
@@ -239,7 +238,6 @@ def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):
 
 
 def torchrun(folder: Path, options: str, data: Path) -> subprocess.Popen:
-    """Start two processes of main_amp in ``folder``, on the CPU."""
     path = Path(ampkit.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

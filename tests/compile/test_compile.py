@@ -67,8 +67,6 @@ MODELS = {
 
 
 class Graphs:
-    """A backend that counts its graphs and has another backend compile them."""
-
     def __init__(self, backend="aot_eager"):
         self.count = 0
         self._compile = torch._dynamo.lookup_backend(backend)
@@ -94,7 +92,6 @@ def what_the_plain_model_needs(name):
 
 
 def initialized(make, level, **settings):
-    """Return a model, its optimizer and a batch, the same numbers each time."""
     torch.manual_seed(0)
     model, inputs, targets = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -104,7 +101,6 @@ def initialized(make, level, **settings):
 
 
 def step_of_forward(forward, optimizer, inputs, targets):
-    """Take a training step; returns the output and the loss."""
     optimizer.zero_grad()
     outputs = forward(inputs)
     loss = F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
@@ -130,7 +126,6 @@ def train_eagerly(make, level):
 
 
 def gradient_of_a_step(forward, optimizer, inputs, targets):
-    """Return the dtype of the output, and all gradients that the optimizer got in one vector."""
     outputs, _ = step_of_forward(forward, optimizer, inputs, targets)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])

@@ -29,8 +29,6 @@ NORMS = {
 
 
 class Recorder(nn.Module):
-    """A module that passes its input through a weight, and remembers its arguments."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 2))
@@ -335,8 +333,6 @@ def test_cast_model_outputs_decides_the_dtype_of_outputs(level, outputs):
 
 
 class Encoder(nn.Module):
-    """An encoder with methods beside forward, decorated and not."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)

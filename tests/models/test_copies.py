@@ -10,13 +10,18 @@ import pytest
 import torch
 import torch.multiprocessing  # registers how tensors travel
 from helpers import (
+    ROWS as X,
+)
+from helpers import (
+    RowClassifier,
     assert_same,
+    classify_rows,
     initialize_quietly,
-    iterate,
     iterate_in_torch,
     others_slow,
     saved_and_loaded,
     sgd,
+    trained_params,
     values_of,
 )
 from torch import nn
@@ -25,7 +30,6 @@ from torch.nn import functional as F
 import ampkit
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
-X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 @pytest.fixture(params=LEVELS)
@@ -33,41 +37,12 @@ def level(request):
     return request.param
 
 
-class RowClassifier(nn.Module):
-    """Cast and kept weights, a recurrent layer with its list of weights, a frozen part, a buffer that forward writes to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.LayerNorm(6)
-        self.rnn = nn.LSTM(6, 5, batch_first=True)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.last = nn.Linear(5, 2)
-        self.register_buffer("average", torch.zeros(2))
-
-    def forward(self, x):
-        y = self.last(self.frozen(self.rnn(self.norm(self.first(x)).unsqueeze(1))[0][:, -1]))
-        if self.training:
-            self.average.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
-        return y
-
-
-def trained_params(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def trained_a_little(level):
-    """Return a model and its optimizer, initialized and two iterations old."""
     model = RowClassifier()
     optimizer = torch.optim.AdamW(trained_params(model), lr=0.02)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     classify_rows(model, optimizer, 2)
     return model, optimizer
-
-
-def classify_rows(model, optimizer, times=1, run=iterate):
-    """Run iterations on the three rows of X; return the last loss."""
-    return run(lambda: F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer, times)
 
 
 COPIES = {
@@ -128,7 +103,6 @@ def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
 
 
 def train_plainly(model, optimizer, times=3):
-    """Return the losses of iterations without ampkit."""
     return [classify_rows(model, optimizer, run=iterate_in_torch) for _ in range(times)]
 
 
@@ -164,7 +138,7 @@ def test_copy_can_be_initialized(level, second):
     trained = values_of(twin)
     assert not torch.equal(trained["first.weight"], start["first.weight"])
     ampkit.close()
-    assert_same(twin.state_dict(), {name: value.float() for name, value in trained.items()})
+    torch.testing.assert_close(twin.state_dict(), trained, rtol=0, atol=0, check_dtype=False)
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
 
 

@@ -86,7 +86,6 @@ def idiom(parts: Callable[..., dict], *row, variants: Mapping[str, Any] | None =
 def run(
     row: Idiom, seed: int, level: str | None = None, region=contextlib.nullcontext, adapt=None, steps=STEPS, **settings
 ):
-    """Return the loss of each step and the buffers at the end: at a level, or of the script as it is."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = row.make_model()
@@ -108,7 +107,6 @@ def run(
 
 
 def distance(found, wanted):
-    """The mean absolute difference between the losses of all seeds, relative to the mean of the wanted losses."""
     found, wanted = torch.stack(found), torch.stack(wanted)
     return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import assert_same, backward, iterate, values_of
+from helpers import assert_same, backward, iterate, trained_params, values_of
 from torch import nn
 
 import ampkit
@@ -286,10 +286,6 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         return self.head(self.norm(self.base(x.to(self.base.weight.dtype)).float()))
-
-
-def trained_params(model):
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))

@@ -26,8 +26,6 @@ def level(request):
 
 
 class Head(nn.Sequential):
-    """A head with a type of its own, to be named in keep_fp32."""
-
     def __init__(self):
         super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 
@@ -56,8 +54,6 @@ class ByForward(Net):
 
 
 class ByLayers(Net):
-    """A model whose head is a list, of which only the layers are called."""
-
     def __init__(self):
         super().__init__()
         self.head = nn.ModuleList(self.head)

@@ -39,21 +39,18 @@ MODULES = {
     "CosineEmbeddingLoss": lambda x: (x, drawn(1, 8, 4), signs()),
     "CrossEntropyLoss": lambda x: (x, classes(4)),
     "GaussianNLLLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4).exp()),
-    "HingeEmbeddingLoss": lambda x: (x, signs().unsqueeze(1).expand(8, 4)),
-    "HuberLoss": lambda x: (x, drawn(1, 8, 4)),
     "KLDivLoss": lambda x: (x.log_softmax(1), drawn(1, 8, 4).softmax(1)),
-    "L1Loss": lambda x: (x, drawn(1, 8, 4)),
-    "MSELoss": lambda x: (x, drawn(1, 8, 4)),
     "MarginRankingLoss": lambda x: (x, drawn(1, 8, 4), signs().unsqueeze(1)),
     "MultiLabelMarginLoss": lambda x: (x, torch.tensor([[3, 0, -1, 1]] * 8)),
     "MultiLabelSoftMarginLoss": lambda x: (x, (drawn(1, 8, 4) > 0).to(LOW)),
     "MultiMarginLoss": lambda x: (x, classes(4)),
     "NLLLoss": lambda x: (x.log_softmax(1), classes(4)),
     "PoissonNLLLoss": lambda x: (x, drawn(1, 8, 4).exp()),
-    "SmoothL1Loss": lambda x: (x, drawn(1, 8, 4)),
-    "SoftMarginLoss": lambda x: (x, signs().unsqueeze(1).expand(8, 4)),
-    "TripletMarginLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4)),
-    "TripletMarginWithDistanceLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4)),
+    **dict.fromkeys(("HuberLoss", "L1Loss", "MSELoss", "SmoothL1Loss"), lambda x: (x, drawn(1, 8, 4))),
+    **dict.fromkeys(("HingeEmbeddingLoss", "SoftMarginLoss"), lambda x: (x, signs().unsqueeze(1).expand(8, 4))),
+    **dict.fromkeys(
+        ("TripletMarginLoss", "TripletMarginWithDistanceLoss"), lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4))
+    ),
 }
 
 
@@ -90,8 +87,6 @@ def test_loss_is_float32_inside_and_out(level, name):
 
 
 class WithLoss(nn.Module):
-    """A model that takes its labels and returns its loss, as in transformers."""
-
     def __init__(self):
         super().__init__()
         self.net, self.loss = net_with_norm(outputs=50), nn.CrossEntropyLoss()

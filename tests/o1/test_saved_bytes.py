@@ -4,32 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday import Run
+from everyday.networks import Block
 from helpers import ResNet, o1, others_slow
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from ampkit.casting.cpp_wrappers import library
-
-
-class Block(nn.Module):
-    """A pre-norm Transformer block with separate projections for query, key and value."""
-
-    def __init__(self, width=64, heads=4):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.project = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.norm1(x)
-        q, k, v = (
-            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def gpt():

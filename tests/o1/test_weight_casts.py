@@ -41,7 +41,6 @@ def train_once(casting, model, x):
 
 
 def begin(casting, model, x):
-    """The weights that are cast in a call that uses only the first part of the model."""
     with casting.caches.call():
         model[0](x)
         return cast_weights(casting)

@@ -28,20 +28,15 @@ from ampkit.optimizers import SGD, Adam, AdamW, FusedAdam, FusedSGD, float32_sta
 pytestmark = pytest.mark.switch
 
 BF16 = torch.bfloat16
-MAKERS = {
-    "AdamW": lambda params, **more: AdamW(params, lr=1e-3, **more),
-    "Adam": lambda params, **more: Adam(params, lr=1e-3, weight_decay=0.01, **more),
-    "SGD": lambda params, **more: SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, **more),
-    "FusedAdam": lambda params, **more: FusedAdam(params, lr=1e-3, **more),
-    "FusedSGD": lambda params, **more: FusedSGD(params, lr=0.03, **more),
+# ampkit's optimizer, torch's, and settings of both.
+KINDS = {
+    "AdamW": (AdamW, torch.optim.AdamW, dict(lr=1e-3)),
+    "Adam": (Adam, torch.optim.Adam, dict(lr=1e-3, weight_decay=0.01)),
+    "SGD": (SGD, torch.optim.SGD, dict(lr=0.03, momentum=0.9, weight_decay=0.01)),
+    "FusedAdam": (FusedAdam, torch.optim.AdamW, dict(lr=1e-3, weight_decay=0.0)),
+    "FusedSGD": (FusedSGD, torch.optim.SGD, dict(lr=0.03)),
 }
-TORCHS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
-    "Adam": lambda params: torch.optim.Adam(params, lr=1e-3, weight_decay=0.01),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01),
-    "FusedAdam": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0),
-    "FusedSGD": lambda params: torch.optim.SGD(params, lr=0.03),
-}
+MAKERS = {name: functools.partial(kind, **settings) for name, (kind, _, settings) in KINDS.items()}
 
 X = torch.rand(32, 8, generator=torch.manual_seed(5))
 
@@ -81,7 +76,8 @@ def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, m
     model = net()
     optimizer = MAKERS[name](model.parameters(), max_norm=max_norm)
     twins = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    twin = TORCHS[name](twins)
+    _, kind, settings = KINDS[name]
+    twin = kind(twins, **settings)
     for step in range(100 if max_norm is None else 10):
         for param, other, gradient in zip(model.parameters(), twins, gradients_like(twins, step)):
             param.grad = gradient.to(BF16)

@@ -55,7 +55,6 @@ class WithSide(nn.Module):
 
 
 def with_fused(make, level="O2", **settings):
-    """The model of this file and a fused optimizer, initialized by default at a level that has masters."""
     torch.manual_seed(0)
     return initialize_quietly(WithSide(), make, level, **settings)
 
@@ -70,13 +69,11 @@ def masters(optimizer):
 
 
 def float64_twin(make_twin, optimizer):
-    """torch.optim in float64, from the masters as they are now."""
     params = [nn.Parameter(p.detach().double()) for p in masters(optimizer)]
     return params, make_twin(params)
 
 
 def give_gradients(params, model):
-    """Give the model's unscaled gradients to parameters in float64, after the backward pass."""
     for param, p in zip(params, model.parameters(), strict=True):
         param.grad = None if p.grad is None else p.grad.double()
 

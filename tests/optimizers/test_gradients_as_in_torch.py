@@ -37,7 +37,6 @@ class Plain:
         self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), bound).item())
 
     def after(self, script):
-        """The numbers that the script saw, and the weight."""
         script(self)
         return [*self.seen, self.masters()[0].item()]
 
@@ -162,21 +161,22 @@ def test_a_script_sees_and_learns_what_it_does_in_torch(make_optimizer, level, s
 
 
 def two_weights(make_optimizer, level):
-    """Two models of one weight, and an optimizer for each."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.constant_(model.weight, 1.0)
     return initialize_quietly(models, functools.partial(make_optimizer, lr=1.0), level, policy="apex")
 
 
+@pytest.mark.parametrize("delays", [(False,), (False, True, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it(dtype):
+def test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it(dtype, delays):
     model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=dtype, loss_scale=2.0**16)
-    backward_of_one_weight(model, optimizer, 2.0**-30)
-    assert model.weight.grad.item() == 2.0**-30
+    for delay in delays:
+        backward_of_one_weight(model, optimizer, 2.0**-30, delay_unscale=delay)
+    assert model.weight.grad.item() == len(delays) * 2.0**-30
     assert model.weight.grad.dtype is (torch.float32 if dtype is torch.float16 else torch.bfloat16)
     optimizer.step()
-    assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
+    assert next(ampkit.master_params(optimizer)).item() == -len(delays) * 2.0**-30
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -317,15 +317,6 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     models[1].weight.grad = None
     backward_of_one_weight(models[0], optimizers[0], 0.25)  # neither is still open
     assert models[0].weight.grad.item() == 0.5
-
-
-def test_what_float16_cannot_hold_unscaled_outlives_a_delayed_block_too():
-    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    backward_of_one_weight(model, optimizer, 2.0**-30)
-    backward(model(torch.ones(1, 1)).float().sum() * 2.0**-30, optimizer, delay_unscale=True)
-    backward_of_one_weight(model, optimizer, 2.0**-30)
-    optimizer.step()
-    assert next(ampkit.master_params(optimizer)).item() == -3 * 2.0**-30
 
 
 def test_clipping_float16_gradients_below_its_range():

@@ -30,10 +30,6 @@ def loss_of(model):
     return model(X).float().square().mean()
 
 
-def model_of_test():
-    return net_with_norm(4, 6, 2)
-
-
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -50,8 +46,7 @@ WAYS = {
 
 
 def trained(way, moment, make_optimizer, level):
-    """Make three steps, change the groups at one moment of each, and return the weights."""
-    model, optimizer = initialize_quietly(model_of_test(), make_optimizer, level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 2), make_optimizer, level)
     for _ in range(3):
         if moment == "before the block":
             way(model, optimizer.param_groups[0])
@@ -81,8 +76,6 @@ def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, m
 
 
 class Sum(nn.Module):
-    """Two weights whose gradients are 1/4 each."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
@@ -171,7 +164,7 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
 ):
     """The masters of the list stay where they were, and would undo each step."""
     own = functools.partial(WithItsOwnList, lr=0.0, through_data=through_data)
-    model, optimizer = initialize_quietly(model_of_test(), own, level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 2), own, level)
     before = [param.detach().clone() for param in model.parameters()]
 
     def step():
@@ -202,7 +195,7 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
 @pytest.mark.parametrize("level", ("O1", "O2", STORED_BF16, "O5"))
 @pytest.mark.parametrize("make", ("SGD", "FusedSGD"))
 def test_state_lies_under_the_models_weights_in_float32(make, level):
-    model, optimizer = initialize_quietly(model_of_test(), OPTIMIZERS[make], level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 2), OPTIMIZERS[make], level)
     iterate(lambda: loss_of(model), optimizer)
     for param in model.parameters():
         assert optimizer.state[param]["momentum_buffer"].dtype is torch.float32
@@ -245,7 +238,9 @@ def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
 
     def moved(level):
         torch.manual_seed(0)
-        model, optimizer = initialize_quietly(model_of_test(), lambda p: SAM(p, base, lr=1e-4), level, loss_scale=1.0)
+        model, optimizer = initialize_quietly(
+            net_with_norm(4, 6, 2), lambda p: SAM(p, base, lr=1e-4), level, loss_scale=1.0
+        )
         before = values_of(model)
         for _ in range(50):
             backward(loss_of(model), optimizer)
@@ -263,7 +258,7 @@ def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_an_overflow_skips_the_step_of_an_optimizer_inside_of_another(level):
     model, optimizer = initialize_quietly(
-        model_of_test(), lambda p: SAM(p, torch.optim.SGD, lr=0.1), level, loss_scale=4.0
+        net_with_norm(4, 6, 2), lambda p: SAM(p, torch.optim.SGD, lr=0.1), level, loss_scale=4.0
     )
     for factor, is_skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
         before = values_of(model)
@@ -277,7 +272,7 @@ def test_an_overflow_skips_the_step_of_an_optimizer_inside_of_another(level):
 
 
 def test_state_that_is_loaded_into_an_optimizer_inside_of_another_stays_float32():
-    model, optimizer = initialize_quietly(model_of_test(), lambda p: SAM(p, torch.optim.AdamW, lr=0.1), "O2")
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 2), lambda p: SAM(p, torch.optim.AdamW, lr=0.1), "O2")
     base = optimizer.base_optimizer
     backward(loss_of(model), optimizer)
     optimizer.first_step()

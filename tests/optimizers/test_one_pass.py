@@ -48,8 +48,6 @@ def initialized(make, dtype=torch.bfloat16, model=None, **settings):
 
 @pytest.fixture
 def only_one_pass(monkeypatch):
-    """Fail the test if a step makes float32 copies of the weights."""
-
     def copies(*_):
         raise AssertionError("a step made float32 copies of the weights")
 
@@ -79,7 +77,6 @@ def beside_float64(make, steps, edit=lambda step, optimizer, model: None, dtype=
 
 
 def values_of(model):
-    """The float32 values, by the format of weights and rests."""
     pairs = [(p.detach(), value_of(p)) for p in model.parameters()]
     return [p.clone() if entry is None else kernels.join(p, entry.rest) for p, entry in pairs]
 
@@ -100,7 +97,6 @@ def assert_equal_layout(actual, expected):
 
 
 def assert_trained_alike(model, optimizer, twin, reference):
-    """Compare values and the state of the optimizers with float64's."""
     assert_equal_layout(optimizer.state_dict(), reference.state_dict())
     for found, expected in zip(values_of(model), twin.parameters(), strict=True):
         torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)

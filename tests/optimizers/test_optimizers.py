@@ -29,20 +29,11 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def make_model():
-    return net_with_norm(4, 6, 1)
-
-
 def loss_of(model):
     return model(X).float().square().mean()
 
 
-def backward_of(model, optimizer, factor=1.0):
-    backward(loss_of(model) * factor, optimizer)
-
-
 def shrink_output(model, optimizer, factor=1.0):
-    """Run an iteration on X, with its loss times a factor."""
     iterate(lambda: loss_of(model) * factor, optimizer)
 
 
@@ -54,7 +45,7 @@ def shrink_output(model, optimizer, factor=1.0):
     [*((level, "list") for level in LEVELS), ("O2", "generator"), ("O5", "tensors one by one"), ("O2", "named")],
 )
 def test_added_group_trains(level, form):
-    model = make_model()
+    model = net_with_norm(4, 6, 1)
     optimizer = sgd(model[:3].named_parameters() if form == "named" else model[:3].parameters())
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     shrink_output(model, optimizer)
@@ -69,7 +60,7 @@ def test_added_group_trains(level, form):
         optimizer.add_param_group({"params": params, "lr": 0.05})
     assert torch.equal(model.state_dict()["3.weight"], before)
     optimizer.zero_grad()
-    backward_of(model, optimizer)
+    backward(loss_of(model), optimizer)
     gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
     optimizer.step()
     bound = 2.0**-8 if level == "O3" else 1e-6  # O3 rounds the weight
@@ -81,7 +72,7 @@ def test_added_group_trains(level, form):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
-    model, optimizer = initialize_quietly(make_model(), sgd, level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 1), sgd, level)
     with pytest.raises(ValueError, match="appear in more than one parameter group"):  # torch's own check
         optimizer.add_param_group({"params": [model[0].weight]})
     with pytest.raises(TypeError):
@@ -106,7 +97,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("made", ("before", "after"))
 @pytest.mark.parametrize("level, scheduler_name", list(zip(("O0", "O2", "O5"), SCHEDULERS)))
 def test_scheduler_steps_without_warnings(level, made, first_step, scheduler_name):
-    model = make_model()
+    model = net_with_norm(4, 6, 1)
     optimizer = sgd(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +115,7 @@ def test_scheduler_steps_without_warnings(level, made, first_step, scheduler_nam
 
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_hooks_of_the_optimizer_run_at_steps_that_are_taken(level):
-    model = make_model()
+    model = net_with_norm(4, 6, 1)
     optimizer = sgd(model.parameters())
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -145,7 +136,7 @@ def losses_and_closure(model, optimizer, factors):
 
     def closure():
         optimizer.zero_grad()
-        backward_of(model, optimizer, next(factors))
+        backward(loss_of(model) * next(factors), optimizer)
         losses.append(loss_of(model))
         return losses[-1]
 
@@ -170,7 +161,7 @@ CLOSURE_OPTIMIZERS = {
 def test_closure_with_a_scale_steps_as_without(level, scale, name):
     results = []
     for with_closure in (True, False):
-        model, optimizer = initialize_quietly(make_model(), CLOSURE_OPTIMIZERS[name], level, loss_scale=scale)
+        model, optimizer = initialize_quietly(net_with_norm(4, 6, 1), CLOSURE_OPTIMIZERS[name], level, loss_scale=scale)
         losses, closure = losses_and_closure(model, optimizer, [1.0, float("inf"), 1.0])
         for skips in (False, True, False):
             if with_closure:
@@ -195,7 +186,7 @@ def test_a_second_evaluation_with_a_dynamic_scale_raises_and_takes_the_step_back
             super().step()
             return closure()
 
-    model, optimizer = initialize_quietly(make_model(), lambda p: Twice(p, lr=0.1), level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 1), lambda p: Twice(p, lr=0.1), level)
     before = values_of(model)
     _, closure = losses_and_closure(model, optimizer, [1.0, 1.0])
     with pytest.raises(ampkit.ClosureError, match=r"Twice evaluated its closure a second time.*loss_scale=128\.0"):
@@ -205,7 +196,7 @@ def test_a_second_evaluation_with_a_dynamic_scale_raises_and_takes_the_step_back
 
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
 def test_lbfgs_is_refused_with_a_dynamic_scale_before_anything_is_touched(level):
-    model = make_model()
+    model = net_with_norm(4, 6, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ampkit.ConfigurationError, match=r"LBFGS.*loss_scale=128\.0"):
         ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
@@ -214,7 +205,7 @@ def test_lbfgs_is_refused_with_a_dynamic_scale_before_anything_is_touched(level)
 
 @pytest.mark.parametrize("level, evaluation", [*(("O2", nth) for nth in (1, 2, 3)), ("O0", 2), ("O1", 2), ("O5", 2)])
 def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(level, evaluation):
-    model = make_model()
+    model = net_with_norm(4, 6, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0)
     before = values_of(model)
@@ -255,8 +246,8 @@ class Bare:
 class Wrapping:
     """A wrapper in the manner of LARC: no Optimizer; all attributes are the inner optimizer's."""
 
-    def __init__(self, inner):
-        self.inner = inner
+    def __init__(self, params):
+        self.inner = sgd(params)
 
     param_groups = property(lambda self: self.inner.param_groups)
     state = property(lambda self: self.inner.state)
@@ -268,16 +259,10 @@ class Wrapping:
         self.inner.zero_grad(*args, **kwargs)
 
 
-UNUSUAL = {
-    "bare": Bare,
-    "wrapping": lambda params: Wrapping(sgd(params)),
-}
-
-
-@pytest.mark.parametrize("level, kind", [*((level, "bare") for level in LEVELS), ("O2", "wrapping")])
+@pytest.mark.parametrize("level, kind", [*((level, Bare) for level in LEVELS), ("O2", Wrapping)])
 def test_unusual_optimizer_trains_like_in_float32(kind, level):
-    plain, model = make_model(), make_model()
-    reference, optimizer = (UNUSUAL[kind](one.parameters()) for one in (plain, model))
+    plain, model = net_with_norm(4, 6, 1), net_with_norm(4, 6, 1)
+    reference, optimizer = (kind(one.parameters()) for one in (plain, model))
     iterate_in_torch(lambda: loss_of(plain), reference, 4)
     assert ampkit.initialize(model, optimizer, opt_level=level, verbosity=0) == (model, optimizer)
     iterate(lambda: loss_of(model), optimizer, 4)
@@ -295,13 +280,12 @@ def test_unusual_optimizer_trains_like_in_float32(kind, level):
 
 
 def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
-    model = make_model()
-    inner = sgd(model.parameters())
-    outer = Wrapping(inner)
-    ampkit.initialize(model, [outer, inner], opt_level="O5", verbosity=0)
+    model = net_with_norm(4, 6, 1)
+    outer = Wrapping(model.parameters())
+    ampkit.initialize(model, [outer, outer.inner], opt_level="O5", verbosity=0)
     before = model.state_dict()["3.bias"].clone()
     outer.zero_grad()
-    backward_of(model, [outer])
+    backward(loss_of(model), [outer])
     gradient = outer.param_groups[0]["params"][-1].grad.float()
     outer.step()
     torch.testing.assert_close(model.state_dict()["3.bias"], before - 0.1 * gradient)
@@ -411,7 +395,7 @@ def test_complex_double_unused_and_empty_parameters(level, scale):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_of_none_are_no_gradients(level):
-    model, optimizer = initialize_quietly(make_model(), sgd, level)
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 1), sgd, level)
     before = values_of(model)
     optimizer.step()  # nothing was computed
     backward(F.relu(torch.ones(2, requires_grad=True)).sum(), optimizer)

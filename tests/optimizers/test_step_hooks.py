@@ -55,7 +55,6 @@ PLACES = {
 
 
 def train(make_optimizer, hook, level=None):
-    """The weights and the output after two steps."""
     model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
     for p in model.parameters():
         nn.init.ones_(p)

@@ -1,6 +1,6 @@
 import pytest
 import torch.distributed as dist
-from helpers import results_of_two_ranks
+from helpers import results_of_ranks
 
 import ampkit
 
@@ -8,7 +8,7 @@ import ampkit
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
     """The results of the test file, run as a script, on each of two processes."""
-    return results_of_two_ranks(str(request.path), tmp_path_factory.mktemp("ranks"))
+    return results_of_ranks(str(request.path), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture

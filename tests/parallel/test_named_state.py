@@ -13,7 +13,7 @@ from helpers import (
     iterate,
     net_with_norm,
     random_batch,
-    results_of_two_ranks,
+    results_of_ranks,
 )
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -191,7 +191,7 @@ def work(rank):
 
 @pytest.mark.slow
 def test_two_ranks_go_on_from_a_checkpoint_that_was_saved_during_training(tmp_path):
-    ranks = results_of_two_ranks(__file__, tmp_path)
+    ranks = results_of_ranks(__file__, tmp_path)
     for level in ("O1", "O2"):
         for rank in ranks:
             for run in ("straight", "again"):

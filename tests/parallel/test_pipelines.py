@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, assert_moved_alike, results_of_two_ranks, whole
+from helpers import as_one_of_two_ranks, assert_moved_alike, results_of_ranks, whole
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
@@ -66,7 +66,7 @@ def work(rank):
 
 @pytest.mark.slow
 def test_two_stages_train_as_one_model_in_float32_but_for_rounding(tmp_path):
-    ranks = results_of_two_ranks(__file__, tmp_path)
+    ranks = results_of_ranks(__file__, tmp_path)
     model = nn.Sequential(*stages())
     start = whole(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -14,7 +14,7 @@ from helpers import (
     at,
     backward,
     net_with_norm,
-    results_of_two_ranks,
+    results_of_ranks,
     whole,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -214,7 +214,7 @@ def work(rank):
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
-    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("cases"))
+    return results_of_ranks(__file__, tmp_path_factory.mktemp("cases"))
 
 
 @pytest.mark.parametrize("case", CASES)

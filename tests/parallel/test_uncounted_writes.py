@@ -10,7 +10,7 @@ from helpers import (
     iterate,
     net_with_norm,
     random_batch,
-    results_of_two_ranks,
+    results_of_ranks,
     whole,
 )
 from torch.distributed.algorithms.join import Join
@@ -144,7 +144,7 @@ def stepped_after_a_broadcast(rank, case):
 
 
 def test_ddp_gives_all_ranks_the_float32_values_of_one(tmp_path):
-    first, second = results_of_two_ranks(__file__, tmp_path)
+    first, second = results_of_ranks(__file__, tmp_path)
     for case in CASES:
         for name, value in net_with_norm(seed=0).state_dict().items():
             assert torch.equal(first[case]["wrapped"][name], value)

@@ -4,43 +4,18 @@ import copy
 
 import pytest
 import torch
-from helpers import LEVELS, backward, initialize_quietly, iterate, sgd
+from helpers import LEVELS, RowClassifier, backward, classify_rows, initialize_quietly, sgd, trained_params
 from torch import nn
 
 import ampkit
 
 
-class TokenClassifier(nn.Module):
-    """A model with a bit of everything that initialize treats in its own way."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.norm = nn.LayerNorm(6)
-        self.rnn = nn.LSTM(6, 5, batch_first=True)
-        self.batch_norm = nn.BatchNorm1d(5)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.head = nn.Linear(5, 7)
-        self.register_buffer("offset", torch.full((7,), 0.1))
-
-    def forward(self, tokens):
-        hidden, _ = self.rnn(self.norm(self.embed(tokens)))
-        return self.head(self.frozen(self.batch_norm(hidden[:, -1]))) + self.offset
-
-
 def make_pair():
-    model = TokenClassifier()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def classify_tokens(model, optimizer):
-    """Run three iterations on four sequences."""
-    tokens, labels = torch.arange(12).reshape(4, 3) % 7, torch.arange(4)
-    iterate(lambda: nn.functional.cross_entropy(model(tokens).float(), labels), optimizer, times=3)
+    model = RowClassifier()
+    return model, torch.optim.AdamW(trained_params(model), lr=0.01)
 
 
 def attributes(model, optimizer):
-    """Keys of every module's __dict__ and of its hook dicts, and of the optimizer."""
     modules = {
         name: {
             key: sorted(value) if key.endswith(("_hooks", "_kwargs", "_called")) else None
@@ -57,9 +32,9 @@ def test_no_key_of_ours_stays_on_model_or_optimizer(level):
     before = attributes(model, optimizer)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert attributes(model, optimizer) != before
-    classify_tokens(model, optimizer)
+    classify_rows(model, optimizer, 3)
     if level == "O2":  # nor after a step that was skipped
-        backward(model(torch.zeros(2, 3, dtype=torch.long)).sum() * float("inf"), optimizer)
+        backward(model(torch.zeros(2, 4)).sum() * float("inf"), optimizer)
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer)
     ampkit.close()
@@ -72,7 +47,7 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
     objects = list(model.parameters())
     start = copy.deepcopy(model.state_dict())
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    classify_tokens(model, optimizer)
+    classify_rows(model, optimizer, 3)
     masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     saved = copy.deepcopy(model.state_dict())
     ampkit.close()
@@ -82,7 +57,7 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
     assert all(x is y for x, y in zip(optimizer.param_groups[0]["params"], trained))
     assert all(torch.equal(p, master.float()) for p, master in zip(trained, masters))
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
-    assert not torch.equal(model.head.weight, start["head.weight"])
+    assert not torch.equal(model.last.weight, start["last.weight"])
     for name in ("frozen.weight", "frozen.bias", "offset"):  # exact, though they were in lower precision
         rounded = start[name].bfloat16().float()
         assert torch.equal(model.state_dict()[name], rounded if level == "O3" and name != "offset" else start[name])
@@ -93,23 +68,23 @@ def test_close_twice_and_without_a_session_does_nothing():
     model, _optimizer = ampkit.initialize(*make_pair(), opt_level="O2", verbosity=0)
     session = ampkit.current_session()
     session.close()
-    weight = model.head.weight.data_ptr()
+    weight = model.last.weight.data_ptr()
     session.close()
     ampkit.close()
-    assert model.head.weight.data_ptr() == weight and not session.is_live
+    assert model.last.weight.data_ptr() == weight and not session.is_live
 
 
 def test_forward_put_on_the_instance_is_given_back():
     model, optimizer = make_pair()
 
-    def forward(tokens):
-        return TokenClassifier.forward(model, tokens)
+    def forward(x):
+        return RowClassifier.forward(model, x)
 
     model.forward = forward
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    classify_tokens(model, optimizer)
+    classify_rows(model, optimizer, 3)
     ampkit.close()
-    assert vars(model)["forward"] is forward and type(model) is TokenClassifier
+    assert vars(model)["forward"] is forward and type(model) is RowClassifier
 
 
 def test_block_made_before_close_is_refused_after_it():

@@ -26,7 +26,6 @@ def closed():
 
 @functools.cache
 def found_by(name, level):
-    """Run a script at a level; returns its results by name, each flattened."""
     results = SCRIPTS[name][0](Run(level))
     ampkit.close()
     return {what: flat(values) for what, values in results.items()}

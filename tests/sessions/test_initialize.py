@@ -54,7 +54,6 @@ def process():
 
 
 def same(before, after):
-    """Whether two snapshots are equal, tensors compared by identity."""
     if isinstance(before, (list, tuple)):
         return len(before) == len(after) and all(same(x, y) for x, y in zip(before, after))
     return before is after if isinstance(before, (torch.Tensor, nn.Module)) else before == after
@@ -248,8 +247,6 @@ def test_scale_loss_is_refused_before_initialize():
 
 
 class FailingOperations(TorchDispatchMode):
-    """A mode that calls ``step`` before every operation on tensors."""
-
     def __init__(self, step):
         super().__init__()
         self.step = step
@@ -294,7 +291,6 @@ def failing_at(number):
 
 
 def trained_pairs():
-    """Return two models and their optimizers, with gradients and with state, and without a session."""
     torch.manual_seed(0)
     second = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     pairs = [make_pair(), (second, torch.optim.AdamW(second.parameters(), lr=0.1))]
@@ -306,7 +302,6 @@ def trained_pairs():
 
 
 def tensors_of(models, optimizers):
-    """Copies of weights, buffers, gradients and optimizer state."""
     tensors = [tensor for model in models for tensor in model.state_dict().values()]
     tensors += [param.grad for model in models for param in model.parameters()]
     states = [optimizer.state[p] for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
@@ -314,7 +309,6 @@ def tensors_of(models, optimizers):
 
 
 def ways_out_taken(level, **settings):
-    """Count the calls by which a successful initialize leads out of ampkit."""
     models, optimizers = trained_pairs()
     with failing_at(None) as count:
         ampkit.initialize(models, optimizers, opt_level=level, verbosity=0, **settings)
@@ -358,8 +352,6 @@ def test_optimizer_without_weak_references_leaves_no_session():
 
 
 class Slotted:
-    """An optimizer without attributes of its own."""
-
     __slots__ = ("__weakref__",)
     param_groups, state = (), {}
     step = zero_grad = None

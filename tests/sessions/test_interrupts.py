@@ -86,8 +86,6 @@ def state_of_thread():
 
 
 class Run:
-    """A small model in training, whose n-th iteration has a batch of its own."""
-
     def __init__(self, opt_level: str, optimizer: str) -> None:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))

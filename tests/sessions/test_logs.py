@@ -23,7 +23,6 @@ session_module = importlib.import_module("ampkit.session")  # the name in the pa
 
 
 def initialized_aloud(**settings):
-    """Initialize a model and its optimizer, with all that `initialize` prints."""
     model = net_with_norm(4, 4, 1)
     return ampkit.initialize(model, sgd(model.parameters()), **settings)
 

@@ -107,13 +107,8 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).T
 
 
-class Parametrized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Symmetric())
-
-    def forward(self, x):
-        return self.linear(x)
+def parametrized():
+    return parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Symmetric())
 
 
 class Shifted(nn.Module):
@@ -129,7 +124,7 @@ class Shifted(nn.Module):
         return shifted
 
 
-PARTS = [Residual, Checkpointed, Convolution, Tied, Recurrent, Products, Parametrized, Shifted]
+PARTS = [Residual, Checkpointed, Convolution, Tied, Recurrent, Products, parametrized, Shifted]
 OPTIMIZERS = [
     lambda params: torch.optim.SGD(params, lr=0.5),
     lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
@@ -140,8 +135,6 @@ OPTIMIZERS = [
 
 
 class Run:
-    """A run of a script: its model and optimizer, and what it has seen."""
-
     def __init__(self, draw, settings):
         self.with_ampkit = settings is not None
         self.seen, self.kept = [], None
@@ -231,12 +224,7 @@ def hooks_a_weight(run, draw):
 
 
 def hooks_the_step(run, draw):
-    def halve(*_):
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-
-    run.optimizer.register_step_pre_hook(halve)
+    run.optimizer.register_step_pre_hook(lambda *_: halves_gradients(run, draw))
 
 
 def changes_the_rate(run, draw):
@@ -325,7 +313,6 @@ LEVELS = [at(level) for level in ("O1", "O2", STORED_BF16, "O5")]
 
 
 def compared(seed):
-    """Play a script in float32 and at each level; return how many iterations were equal bit for bit."""
     expected, count = play(seed, judge=Inexact()), 0
     for settings in LEVELS:
         for number, ((names, want), (_, seen)) in enumerate(zip(expected, play(seed, settings))):

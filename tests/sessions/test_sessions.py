@@ -49,7 +49,6 @@ def test_scalers_are_numbered_across_sessions():
 
 
 def fold(iterations):
-    """Return a pair at O1 whose loss scaler has counted ``iterations``."""
     pair = initialized_pair("O1")
     if iterations:
         shrink_output(*pair, times=iterations)
@@ -296,7 +295,6 @@ def everything():
 
 
 def shape_of(model, optimizer):
-    """Hooks and attributes of a model and an optimizer, by number."""
     modules = [(len(vars(m)), *(len(v) for k, v in vars(m).items() if k.endswith("_hooks"))) for m in model.modules()]
     return modules, sorted(vars(optimizer)), len(type(model).__mro__)
 
