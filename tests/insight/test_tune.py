@@ -297,6 +297,7 @@ def local_factory():
         (ValueError, "<lambda> cannot be imported", lambda: None, {}),
         (ValueError, "cannot be imported. Write it to a file", local_factory(), {}),
         (ValueError, "names no factory", "script.py", {}),
+        (ValueError, "^tune: tuned.py has no 'nothing'. tune expects a factory", f"{tuned.__file__}:nothing", {}),
         (FileNotFoundError, "no 'nowhere.py' here", "nowhere.py:factory", {}),
         (ValueError, "expected some of O1, O2", tuned.net, {"levels": ["O0"]}),
         (ValueError, "seconds=0", tuned.net, {"seconds": 0}),

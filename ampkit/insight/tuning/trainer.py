@@ -174,9 +174,12 @@ def located(factory: Callable[[], Any] | str) -> tuple[str, str]:
         return os.path.abspath(place) if place.endswith(".py") else place, name
     refuse_no_factory(factory, "it")
     name, place = getattr(factory, "__qualname__", str(factory)), factory.__module__
-    if is_script := place == "__main__":
-        place = os.path.abspath(getattr(sys.modules[place], "__file__", None) or "")
-    if "<" in name or (is_script and not os.path.isfile(place)):
+    spec = getattr(sys.modules.get(place), "__spec__", None)  # None for a script
+    if spec is not None:
+        place = spec.name  # also for ``python -m package.module``
+    elif place == "__main__":
+        place = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if "<" in name or (spec is None and not os.path.isfile(place)):
         raise ValueError(
             f"tune runs the factory in processes of its own, and {name} cannot be imported. "
             "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
@@ -196,19 +199,23 @@ def load(place: str, name: str) -> Callable[[], Any]:
     try:
         factory: Callable[[], Any] = operator.attrgetter(name)(module)
     except AttributeError:
-        raise TypeError(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
+        raise NoFactory(f"{os.path.basename(place)} has no {name!r}. {_EXPECTED}") from None
     refuse_no_factory(factory, f"{name!r} of {os.path.basename(place)}")
     return factory
+
+
+class NoFactory(TypeError):
+    """An error for an argument of `tune` that is no factory."""
 
 
 _EXPECTED = "tune expects a factory, a function without arguments: def factory(): ...; return model, optimizer, batches, loss_fn"
 
 
 def refuse_no_factory(found: Any, name: str) -> None:
-    """Raise TypeError for an object that cannot be called, and for a model."""
+    """Raise `NoFactory` for an object that cannot be called, and for a model."""
     kind = type(found).__name__
     if isinstance(found, nn.Module) or not callable(found):
-        raise TypeError(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
+        raise NoFactory(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
 
 
 def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:

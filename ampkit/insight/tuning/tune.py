@@ -64,7 +64,7 @@ def tune(
     or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
     ``if __name__ == "__main__":``.
 
-    Raises TypeError for what is no factory, ValueError for one that is in no file and for settings that make no sense,
+    Raises TypeError for what is no factory, ValueError for one that cannot be imported and for settings that make no sense,
     FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or float32.
     """
     if os.environ.get(_IS_CHILD):
@@ -89,6 +89,8 @@ def tune(
         compared: Tuning = worker.ask("measure", list(levels), float16, seconds, steps)
         return compared
     except WorkerError as error:
+        if str(error).startswith("NoFactory: "):
+            raise ValueError(f"tune: {str(error).partition(': ')[2]}") from None
         failed = RuntimeError(f"tune: float32 training failed: {error}")
         failed.add_note(error.details)
         raise failed from None
