@@ -43,8 +43,9 @@ class Traits(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Any) -> Traits:
-        is_ours = isinstance(optimizer, FusedOptimizer) and "step" not in vars(optimizer)
         step = inspect.unwrap(getattr(type(optimizer), "step", optimizer.step))  # torch wraps it for its hooks
+        now = inspect.unwrap(optimizer.step)  # a scheduler wraps that of the instance
+        is_ours = isinstance(optimizer, FusedOptimizer) and getattr(now, "__func__", now) is step
         takes_inputs = is_ours and optimizer.takes_step_inputs and step.__module__.startswith("ampkit.")
         own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
         return cls(
@@ -107,9 +108,9 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, params: list[Tensor], on
     """The reason why a step needs float32 copies of weights with rests; None where one pass updates both."""
     name = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
-        if not traits.takes_rests:
-            return f"the update of {name} needs float32 parameters"
-        return None if traits.takes_inputs else "its step() was replaced before initialize()"
+        if optimizer.takes_step_inputs and not traits.takes_inputs:
+            return "its step() was replaced before initialize()"
+        return None if traits.takes_rests else f"the update of {name} needs float32 parameters"
     if type(optimizer) not in ONE_PASS:
         owner = type(optimizer).__module__
         return f"ampkit has no one-pass update of {name if owner.startswith('torch.') else f'{owner}.{name}'}"

@@ -268,3 +268,26 @@ def test_complex_parameters_are_refused_where_gradients_are_squared(kind):
     with pytest.raises(RuntimeError, match=said):
         optimizer.add_param_group({"params": [complex_gradient()]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_scheduler_of_before_initialize_leaves_the_step_in_one_pass(level, state_dtype, caplog):
+    """Its wrapper of ``step`` hands everything on. A step that a script replaces is one of its own, and its reason is said."""
+    model = nn.Linear(64, 64)
+    optimizer = FusedAdam(model.parameters(), lr=1.0, state_dtype=state_dtype)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert ampkit.explain(model, optimizer).optimizers[0].step == "one pass" and not caplog.records
+    for x, skipped, rate in ((torch.ones(2, 64), False, 0.5), (torch.full((2, 64), math.nan), True, 0.25)):
+        before = model.weight.detach().clone()
+        backward(model(x).float().sum(), optimizer)
+        optimizer.step()
+        scheduler.step()
+        assert ampkit.step_was_skipped(optimizer) is skipped is torch.equal(model.weight, before)
+        assert optimizer.param_groups[0]["lr"] == rate
+        optimizer.zero_grad()
+    ampkit.close()
+    optimizer.step = lambda: None
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert ampkit.explain(model, optimizer).optimizers[0].reason == "its step() was replaced before initialize()"

@@ -290,7 +290,9 @@ def test_state_of_an_optimizer_that_loads_that_inside_of_it_first_stays_float32(
             self.base_optimizer.load_state_dict(saved["inner"])
             super().load_state_dict(saved["outer"])
 
-    model, optimizer = initialize_quietly(model_of_test(), lambda p: InnerFirst(p, torch.optim.SGD, lr=0.1), "O2")
+    model, optimizer = initialize_quietly(
+        net_with_norm(4, 6, 2), lambda p: InnerFirst(p, torch.optim.SGD, lr=0.1), "O2"
+    )
     values = {param: torch.rand(param.shape) for param in model.parameters()}
     optimizer.state.update({param: {"old_p": value} for param, value in values.items()})
     saved = {"inner": optimizer.base_optimizer.state_dict(), "outer": optimizer.state_dict()}
@@ -335,12 +337,12 @@ def test_moments_in_8_bits_load_through_an_optimizer_around_theirs(to):
     def make(state_dtype):
         return lambda params: Scheduled(FusedAdam(params, state_dtype=state_dtype))
 
-    model, optimizer = initialize_quietly(model_of_test(), make("int8"), "O2")
+    model, optimizer = initialize_quietly(net_with_norm(4, 6, 2), make("int8"), "O2")
     iterate(lambda: loss_of(model), optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
-    _, optimizer = initialize_quietly(model_of_test(), make(to), "O2")
+    _, optimizer = initialize_quietly(net_with_norm(4, 6, 2), make(to), "O2")
     optimizer.load_state_dict(saved)
-    plain = FusedAdam(model_of_test().parameters(), state_dtype=to)
+    plain = FusedAdam(net_with_norm(4, 6, 2).parameters(), state_dtype=to)
     plain.load_state_dict(saved)
     assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
 

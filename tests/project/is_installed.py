@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
     try:
         distribution("ampkit")
+        import torch  # noqa: F401  (its libraries, which ampkit's are linked with)
+
         import ampkit
 
         modules = [importlib.import_module(f"ampkit.{name}") for name in ("_C", "_casting")]
