@@ -35,7 +35,7 @@ TABLES = {
     ],
     "images and signals": [
         Column("MNIST, %", results("mnist"), "CNN", 2),
-        *(Column(f"MNIST-1D, {model}, %", results("mnist1d"), model, 2) for model in ("logistic", "MLP", "CNN")),
+        *(Column(f"MNIST-1D, {model}, %", results("mnist1d"), model, 2) for model in ("logistic", "MLP", "CNN", "GRU")),
     ],
 }
 ROWS = {
