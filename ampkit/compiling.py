@@ -22,7 +22,10 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function that is no part of a graph: in compiled code the graph ends there, and the function runs as elsewhere."""
+    """Decorate a function that is no part of a graph: in compiled code the graph ends there, and the function runs as elsewhere.
+
+    Blocks, backward passes and steps, which every iteration has, write the condition themselves: a call less for each.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -44,9 +44,10 @@ def _torchs_if_disabled(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that is torch's in a session that is not enabled, where torch's own GradScaler is disabled."""
 
     @functools.wraps(method)
+    @uncompiled
     def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         used = method if self._owner().plan.enabled else getattr(TorchGradScaler, method.__name__)
-        return uncompiled(used)(self, *args, **kwargs)
+        return used(self, *args, **kwargs)
 
     return call
 

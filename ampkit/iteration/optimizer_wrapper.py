@@ -195,7 +195,7 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
+        if self.stand_ins.in_use:  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
         if self.gradients.state is State.IN_BLOCK:
             self.gradients.refuse("step")
@@ -297,7 +297,7 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take a step of an inner optimizer, as a part of the outer step, or where a script calls it (SAM's second step)."""
-        if self.stand_ins.are_in_place or self.traits.takes_rests:
+        if self.stand_ins.in_use or self.traits.takes_rests:
             return original(*args, **kwargs)
         if listeners:
             begin_step(self.optimizer())
@@ -363,7 +363,7 @@ class OptimizerWrapper:
 
     def follow_groups(self) -> None:
         """Hold the gradients of what a script has put into ``param_groups[i]["params"]``, and of nothing else."""
-        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
+        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.in_use):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this

@@ -26,7 +26,7 @@ class StandIns:
         self._refs = [weakref.ref(x) for x in (optimizer, *inner_optimizers(optimizer))]
         self._gradients = gradients
         self._of: dict[Slot, nn.Parameter] = {}
-        self.are_in_place = False  # also where there are none: whether a step runs, of these optimizers
+        self.in_use = False  # in a step or a load of these optimizers, also where none has a stand-in
         # Whether a step is known to move stand-ins: an optimizer with a list of its own steps past them.
         self._moves = is_known(optimizer)
         self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # copies of weights and stand-ins
@@ -38,7 +38,7 @@ class StandIns:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Let the optimizer step over the stand-ins, then split their values into the model's weights and rests."""
-        if self.are_in_place:
+        if self.in_use:
             yield
             return
         with self.in_groups():
@@ -55,7 +55,7 @@ class StandIns:
     @contextmanager
     def in_load(self) -> Iterator[None]:
         """Let the optimizer load state for the stand-ins, which have the shapes of weights and no values."""
-        if self.are_in_place:  # a part of the load of an optimizer around this one
+        if self.in_use:  # a part of the load of an optimizer around this one
             yield
             return
         with self.in_groups():
@@ -85,11 +85,11 @@ class StandIns:
         self._exchange(of_param)
         try:
             for stand_ins in busy:
-                stand_ins.are_in_place = True
+                stand_ins.in_use = True
             yield
         finally:
             for stand_ins in busy:
-                stand_ins.are_in_place = False
+                stand_ins.in_use = False
             self._exchange({stand_in: param for param, stand_in in of_param.items()})
 
     def _exchange(self, replacements: Mapping[Tensor, Tensor]) -> None:
@@ -186,7 +186,7 @@ def step_evaluating_again(
         evaluations += 1
         if evaluations > 1 and wrapper.owner.plan.has_dynamic_loss_scale:
             raise ClosureError(_SECOND_EVALUATION.format(type(wrapper.optimizer()).__name__))
-        if stand_ins.are_in_place:
+        if stand_ins.in_use:
             stand_ins.put_into_model()
         with getattr(casting_off, "paused", nullcontext)():  # as where step() was called
             loss = closure()
@@ -195,7 +195,7 @@ def step_evaluating_again(
         if wrapper.findings.skipped:
             wrapper.findings.report()
             raise _SkippedInClosure
-        if stand_ins.are_in_place:
+        if stand_ins.in_use:
             stand_ins.take_gradients()
         return loss
 

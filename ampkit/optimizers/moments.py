@@ -3,8 +3,8 @@
 An optimizer asks its storage for zeros, and for a tensor of a checkpoint as it is ``stored``.
 
 Moments in lower precision are always rounded by random numbers: rounding to nearest would lose a step's small changes
-(kernels/moments.py). Checkpoints hold them as they are, so that saving takes no memory; but sharded ones of 8 bits in float32,
-which can be divided anew.
+(kernels/moments.py). Checkpoints hold them as they are, so that saving takes no memory. Shards in 8 bits are saved in float32:
+codes cannot be divided among another number of processes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Storage:
         if _is_packed(name, saved) and saved.numel() != moments.packed_size(shape.numel()):
             raise ValueError(
                 f"The checkpoint's {name!r} has {saved.numel()} bytes, and in 8 bits a parameter of shape {tuple(shape)} needs "
-                f"{moments.packed_size(shape.numel())}. Load it for the parameters that it was saved of, all in one process; with "
-                "state_dtype='float32' an optimizer saves it again for any others."
+                f"{moments.packed_size(shape.numel())}. Load it into an optimizer over the same parameters, unsharded. For others, "
+                "save it again from there with state_dtype='float32'."
             )
 
     def unpacked(self, name: str, saved: Any, param: torch.Tensor) -> Any:

@@ -81,5 +81,6 @@ def test_bytes_per_parameter(level, name, blocks, expected):
         level, settings = STORED_BF16, {"loss_scale": "dynamic"}
     model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], level, **settings)
     train(model, optimizer, blocks)
-    saved = [optimizer.state_dict()] + [model.state_dict()] * (level == "O5")  # copies at O2 and O3
-    assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1], len(saved)
+    saved = [optimizer.state_dict()] + [model.state_dict()] * (level == "O5")  # which copies weights at O2 and O3
+    assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1]
+    assert all(saved)  # alive until here, and no bytes of their own
