@@ -256,6 +256,11 @@ class Session:
         sessions = _sessions_of(casting)
         model_types = device_types([model for session in sessions for model in session.models])
         casting.cast_on(model_types, stores=any(session.plan.has_narrow_results for session in sessions))
+        casting.on_float16_region = None
+        for session in sessions:
+            if session.plan.loss_scale == 1.0:
+                tell = session.scaling.advice.tell
+                casting.on_float16_region = functools.partial(tell, "float16 region", session.plan.opt_level)
 
     # The iteration
 
@@ -309,9 +314,6 @@ class Session:
             if first is None or first.device.type not in casting.device_types:
                 casting.cast_on(casting.device_types | device_types([model]))
             casting.catch_up()
-            if self.plan.loss_scale == 1.0 and not self.plan.has_narrow_results:
-                if casting.other_precision() is torch.float16 and torch.is_grad_enabled():
-                    self.scaling.advice.tell("float16 region", self.plan.opt_level)
         if self.statistics.are_there or self.statistics.additions != registry.additions:
             self.statistics.before_forward(model)
         if (ddp := DistributedDataParallel._active_ddp_module) is not None:

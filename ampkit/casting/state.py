@@ -49,6 +49,8 @@ class CastingState:
 
     #: Switches this thread off where the engine, now closed, has left it on.
     leave: Callable[[], None]
+    #: Called where a float16 region of the script casts a call that has gradients, if a session does not scale its loss.
+    on_float16_region: Callable[[], None] | None = None
 
     def __init__(
         self, lower_precision: torch.dtype, verbosity: int, caches: CastCaches, control: Any | None = None

@@ -1,5 +1,6 @@
 """Mistakes that would ruin a run in silence: each is reported once, in words that say what to do; correct code is not reported."""
 
+import contextlib
 import math
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -425,26 +426,35 @@ def test_a_loss_in_lower_precision_is_told_with_its_cause(name, level, caplog):
 
 
 @pytest.mark.parametrize(
-    "level, dtype, is_told",
+    "level, place, dtype, is_told",
     [
-        ("O4", torch.float16, True),
-        ("O4", torch.bfloat16, False),
-        ("O5", torch.float16, False),
-        ("O1", torch.float16, False),
+        ("O4", "around", torch.float16, True),
+        ("O4", "around", torch.bfloat16, False),
+        ("O4", "inside", torch.float16, True),
+        ("O5", "around", torch.float16, False),  # the model's own precision holds in its forward
+        ("O5", "inside", torch.float16, True),
+        ("O5", "inside", torch.bfloat16, False),
+        ("O1", "inside", torch.float16, False),
     ],
 )
-def test_a_float16_region_without_a_loss_scale_is_told_of(level, dtype, is_told, caplog):
+def test_a_float16_region_without_a_loss_scale_is_told_of(level, place, dtype, is_told, caplog):
     """A gradient of 2 ** -27 is 0 in float16, where the region's precision holds."""
-    model, optimizer = initialize_quietly(nn.Linear(1, 1, bias=False), sgd, level)
-    with torch.autocast("cpu", dtype), torch.no_grad():
+    linear = nn.Linear(1, 1, bias=False)
+    region = torch.autocast("cpu", dtype)
+    model = nn.Sequential(linear)
+    if place == "inside":
+        linear.forward = region(linear.forward)
+    model, optimizer = initialize_quietly(model, sgd, level)
+    around = region if place == "around" else contextlib.nullcontext()
+    with around, torch.no_grad():
         model(torch.ones(1, 1))  # an evaluation has no gradients to lose
     assert caplog.text == ""
     for _ in range(2):
-        with torch.autocast("cpu", dtype):
+        with around:
             loss = model(torch.ones(1, 1)).float().sum() * 2.0**-27
         optimizer.zero_grad()
         backward(loss, optimizer)
-    assert model.weight.grad.item() == (0.0 if is_told else 2.0**-27)
+    assert linear.weight.grad.item() == (0.0 if is_told else 2.0**-27)
     assert len(told(caplog, "in a torch.autocast region in float16")) == is_told
 
 
