@@ -62,14 +62,22 @@ class GradScaler(TorchGradScaler):
     ``state_dict`` and ``load_state_dict`` are in torch's format. After ``initialize(enabled=False)`` this is a disabled
     GradScaler. Raises `NotInitializedError` where there is no session, or for an optimizer that is not of it; RuntimeError for
     calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's does; `ConfigurationError` for a change of
-    the rule of a static scale; and TypeError for settings of torch's, which are `initialize`'s here.
+    the rule of a static scale; and TypeError for settings of torch's, which are `initialize`'s here, such as ``enabled=False``.
     """
 
     _growth_factor, _backoff_factor, _growth_interval = map(_of_rule, _KEYS[1:4])
 
     def __init__(
-        self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0, **of_torch: Any
+        self,
+        device: str = "cuda",
+        *,
+        session: Session | None = None,
+        loss_id: int = 0,
+        enabled: bool = True,
+        **of_torch: Any,
     ) -> None:
+        if not enabled and ((owner := session or current_session()) is None or owner.plan.enabled):
+            of_torch["enabled"] = enabled
         for name in of_torch:
             raise TypeError(
                 f"ampkit.GradScaler() does not take {name}=: its loss scale is that of initialize(). Say it there, with "

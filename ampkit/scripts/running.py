@@ -107,7 +107,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         arguments.around,
     )
     if not run.is_module and not os.path.exists(run.target):
-        print(f"ampkit run: there is no {run.target!r} here. For a module: ampkit run -m NAME.", file=sys.stderr)
+        command = f"ampkit {arguments.command}"
+        print(f"{command}: there is no {run.target!r} here. For a module: {command} -m NAME.", file=sys.stderr)
         return 2
     execute_as_main(run, arguments.arguments, arguments.command)
     return 0

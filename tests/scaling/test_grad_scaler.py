@@ -40,7 +40,7 @@ def test_an_overflow_does_not_stay_where_no_optimizer_clears_it():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)  # the bias has none
     ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=RULE, verbosity=0)
-    scaler, x = ampkit.GradScaler("cpu"), torch.ones(3, 2)
+    scaler, x = ampkit.GradScaler("cpu", enabled=True), torch.ones(3, 2)
     scaler.scale(model(x).float().sum() * float("inf")).backward()
     scaler.unscale_(optimizer)
     assert torch.equal(model.bias.grad, torch.zeros(2))
@@ -253,7 +253,7 @@ def test_a_session_that_is_not_enabled_leaves_a_disabled_grad_scaler():
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ampkit.initialize(model, optimizer, opt_level="O1", enabled=False, verbosity=0)
-    scaler = ampkit.GradScaler("cpu")
+    scaler = ampkit.GradScaler("cpu", enabled=False)
     ampkit.from_grad_scaler(STATE)
     scaler.load_state_dict(STATE)
     for weight in (-0.5, -2.0):
