@@ -38,7 +38,7 @@ SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 CONSTRAINTS := $(VENV)/constraints.txt
 # What ran where: docs/make_compatibility.py reads these reports.
 REPORT = --junitxml build/reports/$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))-
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 safetensors pytest pytest-xdist hypothesis expecttest ruff mypy build
 
 .PHONY: venv clients test test-ptx simulated test-all mutants soak cuda-build gpu demo bench wheel docs lint clean
 

@@ -5,8 +5,6 @@ It reads ``.safetensors``, files of ``torch.save`` (``weights_only``), and folde
 
 from __future__ import annotations
 
-import json
-import mmap
 import re
 import sys
 import zipfile
@@ -21,12 +19,6 @@ from torch import Tensor
 from ..dtypes import LOWER_PRECISION
 from .words import columns, percent, short
 
-_SAFETENSORS = {
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
-    **{"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-}
 _MOMENT = re.compile(r"\.?(exp_avg|exp_avg_sq|momentum_buffer|max_exp_avg_sq)$")
 _NORM = re.compile(r"(norm|ln|bn)[^.]*\.weight$|(norm|ln_?f|ln_?\d)\.(weight|scale|gamma)$", re.IGNORECASE)
 _MASTERS = re.compile(r"master|fp32|float32|\.rest$", re.IGNORECASE)
@@ -140,23 +132,11 @@ def _read(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file: 8 bytes of length, a JSON header of that length, and the data."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size - 8:
-            raise NotRead(f"{path} is no safetensors file, or a part of one.")
-        header = json.loads(file.read(length))
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, about in header.items():
-        begin, end = about["data_offsets"]
-        if 8 + length + end > len(data):
-            raise NotRead(f"{path} is a part of a safetensors file: {name} ends beyond its end.")
-        if (dtype := _SAFETENSORS.get(about["dtype"])) is not None:
-            part = torch.empty(0, dtype=dtype)
-            if end > begin:
-                number = (end - begin) // dtype.itemsize
-                part = torch.frombuffer(data, dtype=dtype, count=number, offset=8 + length + begin)
-            tensors[name] = part.reshape(about["shape"])
-    return tensors
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise NotRead(f"{path} is read by safetensors, which is not installed: pip install safetensors") from None
+    try:
+        return load_file(path)
+    except Exception as error:  # of the library's own type, or OSError
+        raise NotRead(f"{path} is no safetensors file, or a part of one: {error}") from None

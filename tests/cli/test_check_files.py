@@ -1,35 +1,18 @@
 """``ampkit check FILE``: what it says of checkpoints, and that it runs no code from them."""
 
-import json
 import os
 import pickle
 import re
-import struct
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import backward, python
+from safetensors.torch import save_file
 from torch import nn
 
 import ampkit
 from ampkit.__main__ import main
-
-NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
-def write_safetensors(tensors, path):
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        part = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(part)],
-        }
-        data += part
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def state():
@@ -55,14 +38,14 @@ def check(capsys):
 
 
 def as_safetensors(folder):
-    write_safetensors(state(), folder / "model.safetensors")
+    save_file(state(), folder / "model.safetensors")
     return folder / "model.safetensors"
 
 
 def as_shards(folder):
     for number in (1, 2):
         part = dict(list(state().items())[number - 1 :: 2])
-        write_safetensors(part, folder / f"model-0000{number}-of-00002.safetensors")
+        save_file(part, folder / f"model-0000{number}-of-00002.safetensors")
     return folder
 
 
