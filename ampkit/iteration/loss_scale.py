@@ -212,7 +212,7 @@ class LossScaler:
     def update(self, finding: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
         """End an iteration: move the scale, on its device, by a `FoundInf`, or by a flag of shape [1].
 
-        ``moves_scale=False`` counts it as clean: other ranks have not seen these gradients yet, and have the same scale.
+        ``moves_scale=False`` leaves scale and counts: other ranks have not seen these gradients yet, and have the same scale.
         """
         if isinstance(finding, torch.Tensor):
             finding = FoundInf(finding)
@@ -222,9 +222,9 @@ class LossScaler:
             self.delayed_check = None
         if self._state is None or self._state.device != finding.flag.device:
             self._move_to(finding.flag.device)
-        flag = finding.flag if moves_scale else torch.zeros_like(finding.flag)
-        kernels.update_scale(self._state, flag, *self._arguments)
-        self._snapshot = None
+        if moves_scale:
+            kernels.update_scale(self._state, finding.flag, *self._arguments)
+            self._snapshot = None
         self.has_news = self.has_news or not finding.is_clean
         self._iterations += 1
         finding.iteration = None if finding.flag.is_cuda and is_capturing(finding.flag) else self._iterations
@@ -295,7 +295,7 @@ class LossScaler:
             newest = next((finding for finding in reversed(known) if arrived(finding.flag)), None)
             cause = "" if newest is None or self._as_apex else newest.cause()
             details = ", ".join(filter(None, (f"{skips} steps" * (skips > 1), cause)))
-            logger.info(self.overflow_line() + (f" ({details})" if details else ""))
+            logger.info(self.overflow_line(told.scale) + (f" ({details})" if details else ""))
             self._diagnose(skips, newest)
         # Every replay of a CUDA graph writes to what it has captured.
         self._recent = deque(
@@ -328,7 +328,8 @@ class LossScaler:
                 logger.warning(str(self._error))
                 self._error = None
 
-    def overflow_line(self) -> str:
+    def overflow_line(self, last_scale: float = math.inf) -> str:
+        """The line for a skipped step; ``last_scale`` is the scale of the last such line."""
         if self.is_one:
             return "Gradients are not finite: this step is skipped. Look for inf or NaN in the batch, the loss or the weights."
         if not self.dynamic:
@@ -340,6 +341,8 @@ class LossScaler:
         begin = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"
         if self._known.skips_at_floor and not self._as_apex:
             return f"{begin} is at its floor, loss scale stays {self._known.scale}"
+        if self.rule.hysteresis > 1 and self._known.overflows_left > 0 and self._known.scale >= last_scale:
+            return f"{begin} waits for more overflows (hysteresis), loss scale stays {self._known.scale}"
         return f"{begin} reducing loss scale to {self._known.scale}"
 
     # Checkpoints
@@ -349,7 +352,7 @@ class LossScaler:
         known = self.synchronize()
         state: dict[str, float | int] = {"loss_scale": known.scale, "unskipped": known.unskipped}
         if self.dynamic and self.rule.hysteresis > 1:
-            state["overflows_left"] = known.overflows_left
+            state["overflows_left"] = max(0, known.overflows_left)  # fewer after further overflows in a row
         return state
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
@@ -363,7 +366,7 @@ class LossScaler:
                 "continue with the saved one, use loss_scale='dynamic'.",
                 *(saved, scale),
             )
-        left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)
+        left = max(0, min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis))
         counts = {"unskipped": int(state["unskipped"]), "overflows_left": left}
         self._write(scale=scale, skips_in_a_row=0, skips_at_floor=0, **counts)
 
@@ -435,6 +438,8 @@ def validate_scaler_state(state: object) -> None:
         raise CheckpointError(
             f"The saved loss scale must be a positive, finite float32, found {state['loss_scale']!r}."
         )
-    for name in ("unskipped", "overflows_left"):
-        if not isinstance(state.get(name, 0), int) or not 0 <= state.get(name, 0) < 2**31:
-            raise CheckpointError(f"The saved {name!r} must be an integer of 0 to 2**31 - 1, found {state[name]!r}.")
+    for name, least in (("unskipped", 0), ("overflows_left", -(2**31))):
+        if not isinstance(state.get(name, 0), int) or not least <= state.get(name, 0) < 2**31:
+            raise CheckpointError(
+                f"The saved {name!r} must be an integer of {least} to 2**31 - 1, found {state[name]!r}."
+            )

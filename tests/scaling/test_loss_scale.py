@@ -68,11 +68,13 @@ def test_what_was_found_is_read_late_and_once():
     assert verdict.overflowed and scaler.synchronize().skips_in_a_row == 1
 
 
-def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
-    scaler = LossScaler()
-    found = scaler.update(torch.ones(1), moves_scale=False)
-    assert found.overflowed
-    assert (scaler.loss_scale, scaler.unskipped) == (65536.0, 1)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_update_that_does_not_move_the_scale_tells_the_overflow_and_leaves_every_count(overflows):
+    scaler = LossScaler(PATIENT)
+    iterate(scaler, 1)
+    assert scaler.update(torch.full((1,), float(overflows)), moves_scale=False).overflowed == overflows
+    assert (scaler.loss_scale, scaler.unskipped, scaler.synchronize().skips_in_a_row) == (8.0, 0, 1)
+    assert iterate(scaler, 1) == [4.0]  # the second overflow in a row
 
 
 def below_the_floor():
@@ -170,14 +172,21 @@ def test_state_dict_round_trip_continues_the_count():
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 5])
 def test_state_dict_round_trip_keeps_the_patience_of_a_hysteresis(before):
     """Three overflows in a row lower the scale of 8: overflows before and after the checkpoint count together."""
     rule = DynamicLossScale(init_scale=8.0, hysteresis=3)
     scaler, resumed = LossScaler(rule), LossScaler(rule)
     iterate(scaler, *[1] * before)
     resumed.load_state_dict(scaler.state_dict())
-    assert iterate(resumed, 1, 1, 1) == [8.0] * (2 - before) + [4.0, 2.0, 1.0][: before + 1]
+    assert iterate(resumed, 1, 1, 1) == [8.0 * 0.5 ** max(0, before + after - 2) for after in (1, 2, 3)]
+
+
+def test_a_count_below_0_is_loaded_as_none_left():
+    """As checkpoints of before 0 was the least hold it."""
+    scaler = LossScaler(PATIENT)
+    scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 0, "overflows_left": -1})
+    assert iterate(scaler, 1, 0, 1, 1) == [4.0, 4.0, 4.0, 2.0]
 
 
 def test_loading_a_scale_below_the_floor_lifts_it():

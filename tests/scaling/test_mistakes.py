@@ -466,15 +466,33 @@ def skip(model, optimizer, times, loss_is_nan=False):
         optimizer.step()
 
 
-def test_at_the_floor_nothing_is_reduced(caplog):
+@pytest.mark.parametrize(
+    "rule, lines",
+    [
+        (
+            ampkit.DynamicLossScale(init_scale=4.0),
+            [
+                "reducing loss scale to 2.0",
+                "is at its floor, loss scale stays 2.0",
+                "is at its floor, loss scale stays 2.0",
+            ],
+        ),
+        (
+            ampkit.DynamicLossScale(init_scale=8.0, hysteresis=2),
+            [
+                "waits for more overflows (hysteresis), loss scale stays 8.0",
+                *(f"reducing loss scale to {x}" for x in (4.0, 2.0)),
+            ],
+        ),
+    ],
+    ids=["at the floor", "hysteresis"],
+)
+def test_an_overflow_that_lowers_no_scale_says_so(rule, lines, caplog):
     caplog.set_level("INFO", "ampkit")
-    rule = ampkit.DynamicLossScale(init_scale=4.0)
     model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=rule, min_loss_scale=2.0)
     skip(model, optimizer, 3)
     assert [line.rpartition("scaler 0 ")[2] for line in told(caplog, "Skipping step")] == [
-        "reducing loss scale to 2.0 (iteration 1: the gradient of '0.weight')",
-        "is at its floor, loss scale stays 2.0 (iteration 2: the gradient of '0.weight')",
-        "is at its floor, loss scale stays 2.0 (iteration 3: the gradient of '0.weight')",
+        f"{line} (iteration {number}: the gradient of '0.weight')" for number, line in enumerate(lines, start=1)
     ]
 
 
