@@ -445,7 +445,8 @@ def _converter(dtype: torch.dtype | None, state: CastingState, name: str) -> Con
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("dtype") is not None or torch.dtype in set(map(type, args))
+    named = kwargs.get("dtype", kwargs.get("out_dtype"))
+    return named is not None or torch.dtype in set(map(type, args))
 
 
 def _dtype_of(out: Any) -> torch.dtype | None:

@@ -50,7 +50,7 @@ HINTS = {
 ENDS_OF_GROWTH = (OVERFLOW, KERNEL, DIFFERENCE, PRODUCT, GIVEN)
 
 _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "pow": 0}
-_PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul"}
+_PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul", "grouped_mm"}
 
 
 def explain(call: Call, inputs: Any, made: list[torch.Tensor]) -> tuple[str, str, float | None]:

@@ -47,6 +47,8 @@ LOWER_CALLS = {
     "einsum, ellipsis in lists": lambda a, v, b, i: torch.einsum(a, [..., 0], v, [0], [...]),
     "einsum, trace": lambda a, v, b, i: torch.einsum("ii", a),
 }
+if hasattr(F, "grouped_mm"):  # torch 2.10 has none
+    LOWER_CALLS["F.grouped_mm"] = lambda a, v, b, i: F.grouped_mm(i.reshape(2, 2, 8), i.reshape(2, 2, 8).mT)
 
 
 def inputs(dtype=torch.float32):
@@ -270,6 +272,14 @@ def test_explicit_dtype_is_respected(name, dtype):
         assert getattr(torch, name)(LOW_SQUARE, 0, dtype=dtype).dtype is dtype
         if "softmax" in name:
             assert getattr(torch, name)(LOW_SQUARE, 0, dtype).dtype is dtype
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 has no grouped_mm")
+def test_explicit_dtype_of_a_product_is_respected():
+    x = inputs()[3].reshape(2, 2, 8)
+    expected = F.grouped_mm(x, x.mT, out_dtype=torch.float32)
+    with o1():
+        assert torch.equal(F.grouped_mm(x, x.mT, out_dtype=torch.float32), expected)
 
 
 INTO = {

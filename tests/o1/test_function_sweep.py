@@ -25,6 +25,7 @@ SAMPLES = [case.values for case in CASES]
 MATRIX = torch.eye(4) / 4 + torch.rand(4, 4, generator=torch.Generator().manual_seed(1)) / 2
 TALL = torch.cat([MATRIX, MATRIX[:2].flip(1)])
 IMAGE = torch.stack([MATRIX, MATRIX.T, MATRIX, MATRIX]).unsqueeze(0)
+EIGHTS = MATRIX.repeat(1, 2, 2)
 # Tried in this order, for rows that torch's lists have no sample of.
 CANDIDATES = [
     *[(TALL,), (MATRIX,), (MATRIX + 1,), (IMAGE,), (MATRIX[0],), (MATRIX @ MATRIX.T,)],
@@ -33,6 +34,7 @@ CANDIDATES = [
     *[(MATRIX, MATRIX), (MATRIX, MATRIX[0]), (MATRIX[0], MATRIX[1]), (IMAGE, IMAGE), (IMAGE, IMAGE[0])],
     *[(MATRIX, 2), (MATRIX, 2, 0), (MATRIX, 0), (IMAGE, 2), (2, MATRIX), (IMAGE, [4]), (IMAGE[0], 3), (IMAGE, (2, 2))],
     *[(MATRIX, MATRIX, MATRIX), (MATRIX, MATRIX, 2), ([MATRIX, MATRIX],), (MATRIX.to(torch.complex64),)],
+    (EIGHTS, EIGHTS),
 ]
 NAMES = OWNERS | {torch.fft: "torch.fft", torch.special: "torch.special"}
 CASTING = {CastKind.LOWER_PRECISION_FP, CastKind.FP32, CastKind.PROMOTE, CastKind.MATCH_FIRST}
