@@ -78,22 +78,19 @@ def page(results: dict) -> str:
         text += "| promise | attacked by | attacks | broken |\n|---|---|--:|--:|\n"
         for row in rows_of_group:
             text += f"| {row['promise']} | {row['attack']} | {row['attacks']:,} | {len(row['violations'])} |\n"
-        text += "\n" + slopes(rows_of_group)
+        text += "\n" + growth(rows_of_group)
     return text + RUNS + NOT_PROMISED
 
 
-def slopes(rows: list[dict]) -> str:
-    """A table of what was measured: the steepest of the slopes, with the standard error of that one."""
+def growth(rows: list[dict]) -> str:
+    """A table of what was measured, each in the attempt where it grew most."""
     measured = {name: values for row in rows for name, values in row["measured"].items()}
-    names = [name for name in measured if not name.endswith("standard error")]
-    if not names:
+    if not measured:
         return ""
-    text = "What grew, as a slope over rounds of four lifetimes, in the worst attempt:\n\n"
-    text += "| | slope | standard error |\n|---|--:|--:|\n"
-    for name in names:
-        steepest = max(range(len(measured[name])), key=lambda place: measured[name][place])
-        error = measured[f"{name}, standard error"][steepest]
-        text += f"| {name} | {measured[name][steepest]:.2f} | {error:.2f} |\n"
+    text = "What grew per round of four lifetimes, in the worst attempt:\n\n"
+    text += "| | growth |\n|---|--:|\n"
+    for name, values in measured.items():
+        text += f"| {name} | {max(values):.2f} |\n"
     return text + "\n"
 
 
