@@ -246,8 +246,9 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
         cast = cast_here
         if kind is CastKind.LOWER_PRECISION_FP and (dtype := state.other_precision()) is not None:
             cast = caster(kind, state, name, dtype=dtype)
-            if dtype is torch.float16 and state.on_float16_region is not None and torch.is_grad_enabled():
-                state.on_float16_region()
+            if dtype is torch.float16 and state.on_float16_region is not None and not _compiling():
+                if torch.is_grad_enabled() and any([x.requires_grad for x in tensors_in(args, kwargs)]):
+                    state.on_float16_region()
         if (out := kwargs.get("out")) is None:
             converted = []
             for x in args:

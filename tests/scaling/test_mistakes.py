@@ -447,7 +447,11 @@ def test_a_float16_region_without_a_loss_scale_is_told_of(level, place, dtype, i
     model, optimizer = initialize_quietly(model, sgd, level)
     around = region if place == "around" else contextlib.nullcontext()
     with around, torch.no_grad():
-        model(torch.ones(1, 1))  # an evaluation has no gradients to lose
+        model(torch.ones(1, 1))  # an evaluation has no gradients to lose, nor has a frozen model
+    linear.weight.requires_grad_(False)
+    with around:
+        model(torch.ones(1, 1))
+    linear.weight.requires_grad_(True)
     assert caplog.text == ""
     for _ in range(2):
         with around:
