@@ -18,14 +18,6 @@ def test_without_a_gpu_it_says_so_and_fails(cuda, words, monkeypatch, capsys):
     assert "there is no GPU here" in told and words in told
 
 
-def test_a_part_ends_within_nine_minutes():
-    assert gpu.PART_TAKES + gpu.STEP_TAKES < 540
-    for name, steps in gpu.PARTS.items():
-        assert name == "build" or all(step.limit <= gpu.STEP_TAKES for step in steps)
-    files = ("kernels/test_kernels.py", "optimizers/test_fused_optimizers.py", "scaling/test_device_loss_scale.py")
-    assert {f"tests of {file}" for file in files} <= {step.name for step in gpu.PARTS["tests"]}
-
-
 @pytest.fixture
 def results(tmp_path):
     return gpu.Results(gpu.results_file(str(tmp_path / "new"), "NVIDIA H100 80GB HBM3"), "NVIDIA H100 80GB HBM3")

@@ -3,7 +3,6 @@
 import ast
 import functools
 
-import pytest
 from helpers import ROOT
 from mutants.fault import StaleRow, named, rows
 
@@ -35,12 +34,3 @@ def test_the_tests_that_should_notice_exist():
 def functions_of(file: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def test_a_named_fault_is_found_in_another_layout_and_not_where_it_stands_twice(tmp_path):
-    row = {"promise": "", "where": "source.py::f", "old": "g(a,  b)", "new": "a", "tests": []}
-    (tmp_path / "source.py").write_text("def f(a, b):\n    a += 1\n    return g(\n        a,\n        b,\n    )\n")
-    assert named(row, tmp_path).line == 3
-    (tmp_path / "source.py").write_text("def f(a, b):\n    return g(a, b) + g(a, b)\n")
-    with pytest.raises(StaleRow, match="stands 2 times"):
-        named(row, tmp_path)
