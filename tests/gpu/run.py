@@ -5,8 +5,7 @@
     make gpu RESULTS=some/folder      where the results go; benchmarks/results if nothing is said
 
 Results are written as they come, to <date>-<card>.md; a name that ends in .md is taken as it is. A step that has passed is not run
-again for the same file, so that the same command continues a part that was interrupted or that ended for want of time: no step is
-started after `PART_TAKES` seconds. The build is always asked for, and makes what has changed.
+again for the same file, so that the same command continues a part that was interrupted.
 """
 
 import argparse
@@ -24,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PART_TAKES = 360.0  # a step begun then still ends within nine minutes
-STEP_TAKES = 170.0  # but for the build, which is one step
 TIMED_OUT = 124
 PYTEST = "python -m pytest -q -m cuda"
 IN_PROCESSES = " --numprocesses 4 --dist worksteal" if importlib.util.find_spec("xdist") else ""
@@ -44,7 +41,7 @@ class Step:
 
     name: str
     command: str
-    limit: float = STEP_TAKES
+    limit: float = 600.0  # seconds
     environment: dict[str, str] = field(default_factory=dict)
     always: bool = False  # whether it runs although it has passed
 
@@ -68,7 +65,7 @@ SWITCHES = {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"}
 REQUIRED = {"AMPKIT_EXTENSION": "require"}
 PARTS: dict[str, list[Step]] = {
     "build": [
-        Step("build", "python setup.py --quiet build_ext --inplace", 500.0, SWITCHES, always=True),
+        Step("build", "python setup.py --quiet build_ext --inplace", 3600.0, SWITCHES, always=True),
         LOADED,
     ],
     "tests": [
@@ -188,16 +185,13 @@ def end_of(printed: str, count: int) -> str:
 
 def run_part(part: str, results: Results) -> bool:
     """Run the steps of a part that have not passed; return whether all of them have passed now."""
-    began, passed = time.monotonic(), True
+    passed = True
     for step in PARTS[part]:
         if not step.always and results.has_passed(step):
             print(
                 f"make gpu: {step.name} has passed before ({results.path.name} says so; without that file it runs again)"
             )
             continue
-        if time.monotonic() - began > PART_TAKES:
-            print(f"make gpu: the time for a part is over before {step.name!r}: run it again, it goes on from there")
-            return False
         print(f"make gpu: {step.name} ...", flush=True)
         started = time.monotonic()
         status, printed = run_step(step)

@@ -181,6 +181,27 @@ class Reversible(torch.autograd.Function):
         return gradient + x.grad, None
 
 
+class WritesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.weight = layer.weight
+        ctx.save_for_backward(x)
+        return x * layer.weight.detach().diag()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        ctx.weight.grad = (gradient * x).sum(0).diag().to(ctx.weight.dtype)
+        return gradient * ctx.weight.detach().diag(), None
+
+
+@script
+def function_that_writes_the_gradient_of_a_layer_that_no_optimizer_updates(amp):
+    model, optimizer = two_layers(amp, trained=slice(1))
+    amp.backward(loss_of(WritesGradient.apply(model[0](X).float(), model[1])), optimizer)
+    return grads(model)
+
+
 @script_of_two_sessions
 def reversible_function_over_another_sessions_weights(amp, a, b, of_a, of_b):
     amp.backward(loss_of(Reversible.apply(a(X).float(), b)), of_a)

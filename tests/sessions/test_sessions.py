@@ -256,6 +256,19 @@ def test_forward_of_another_level_runs_uncast():
     assert torch.mm(x, x).dtype is torch.bfloat16
 
 
+def test_casts_inside_of_a_model_go_on_when_o1_comes_in_another_precision_and_when_it_goes():
+    first, second = make_pair(), make_pair()
+    dtypes = []
+    first[0][0].register_forward_hook(lambda *of_call: dtypes.append(of_call[2].dtype))
+    ampkit.initialize(*first, opt_level="O5", verbosity=0)
+    ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
+    shrink_output(*first)
+    del second
+    gc.collect()
+    shrink_output(*first)
+    assert dtypes == [torch.bfloat16] * 2
+
+
 def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
     first, second = initialized_pair("O1"), initialized_pair(STORED_BF16)
     with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
