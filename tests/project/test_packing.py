@@ -72,18 +72,6 @@ def test_kernels_serve_every_torch_from_2_10_on(extensions):
         assert stable == extension.py_limited_api == (name != "ampkit._casting")
 
 
-def test_make_builds_again_what_is_missing_elsewhere_or_older_than_its_sources(tmp_path):
-    reason_to_build = runpy.run_path(str(ROOT / "tests/project/is_installed.py"))["reason_to_build"]
-    source, library = tmp_path / "step.h", tmp_path / "_C.abi3.so"
-    for age, path in enumerate((source, library)):
-        path.touch()
-        os.utime(path, (age, age))
-    assert reason_to_build([source], [library], ROOT / "ampkit") is None
-    os.utime(source, (2, 2))
-    assert reason_to_build([source], [library], ROOT / "ampkit") == f"{source} is newer than _C.abi3.so"
-    assert reason_to_build([], [library], tmp_path / "ampkit") == f"ampkit is imported from {tmp_path / 'ampkit'}"
-
-
 @pytest.fixture
 def installed(tmp_path):
     """Install a copy of the checkout into a folder with `pip install .`, so that nothing lands in the checkout itself."""

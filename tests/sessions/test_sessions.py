@@ -257,8 +257,7 @@ def test_forward_of_another_level_runs_uncast():
 
 
 def test_casts_inside_of_a_model_go_on_when_o1_comes_in_another_precision_and_when_it_goes():
-    first, second = make_pair(), make_pair()
-    dtypes = []
+    first, second, dtypes = make_pair(), make_pair(), []
     first[0][0].register_forward_hook(lambda *of_call: dtypes.append(of_call[2].dtype))
     ampkit.initialize(*first, opt_level="O5", verbosity=0)
     ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
