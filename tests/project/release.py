@@ -1,10 +1,8 @@
 """`make wheel`: builds what a release uploads, and installs each file by pip into an environment that has torch and no ampkit.
 
 The files are the source distribution, the wheel in pure Python for every platform, and a wheel with the kernels for the CPU. The
-first two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) are handed to ``python -m
-build``. The third builds what the source distribution holds against the torch that is here. auditwheel, where it is installed,
-names the oldest glibc that it runs with, as PyPI asks. The tests are those of the source distribution, whose own copy of the
-package is taken away.
+first two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) go to ``python -m build``. The
+third builds against the torch that is here. The tests are those of the source distribution, without its copy of the package.
 """
 
 import importlib.util

@@ -182,8 +182,7 @@ def test_state_dict_round_trip_keeps_the_patience_of_a_hysteresis(before):
     assert iterate(resumed, 1, 1, 1) == [8.0 * 0.5 ** max(0, before + after - 2) for after in (1, 2, 3)]
 
 
-def test_a_count_below_0_is_loaded_as_none_left():
-    """As checkpoints of before 0 was the least hold it."""
+def test_a_count_below_0_of_an_older_checkpoint_is_loaded_as_none_left():
     scaler = LossScaler(PATIENT)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 0, "overflows_left": -1})
     assert iterate(scaler, 1, 0, 1, 1) == [4.0, 4.0, 4.0, 2.0]
