@@ -107,7 +107,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         arguments.around,
     )
     if not run.is_module and not os.path.exists(run.target):
-        print(f"ampkit {arguments.command}: there is no {run.target!r} here. For a module, -m NAME.", file=sys.stderr)
+        print(f"ampkit {arguments.command}: there is no {run.target!r} here. For a module: -m NAME.", file=sys.stderr)
         return 2
     execute_as_main(run, arguments.arguments, arguments.command)
     return 0
