@@ -235,7 +235,7 @@ class Session:
                 for session in _sessions_of(before):
                     session.casting = casting
             casting.install()
-        self._restart_device_types()
+        self._follow_sessions()
         casting.switch_on_here()
 
     def stop_casting(self) -> None:
@@ -246,12 +246,13 @@ class Session:
         if (sessions := _sessions_of(casting)) and not casting.closed:  # as it is in a forked child
             if not any(session.plan.patch_torch_functions for session in sessions):
                 casting.end_scope_of_process()
-            self._restart_device_types()
+            self._follow_sessions()
         else:
             casting.close()
 
     @staticmethod
-    def _restart_device_types() -> None:
+    def _follow_sessions() -> None:
+        """Let the engine cast for the sessions that it has now."""
         casting = active_casting()
         sessions = _sessions_of(casting)
         model_types = device_types([model for session in sessions for model in session.models])

@@ -139,4 +139,4 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:  # of the library's own type, or OSError
-        raise NotRead(f"{path} is no safetensors file, or a part of one: {error}") from None
+        raise NotRead(f"{path} is no whole safetensors file: {error}. Copy or save it anew.") from None

@@ -32,7 +32,7 @@ class DynamicLossScale:
     """The rule of a dynamic loss scale, for ``initialize(..., loss_scale=DynamicLossScale(...))``::
 
         scale, unskipped, chances = init_scale, 0, hysteresis
-        for each iteration:                            # the end of a scale_loss block, see update_scale
+        for each iteration:                            # the end of a scale_loss block outside of DDP's no_sync()
             if a gradient is not finite:               # found_inf; the step is skipped
                 unskipped, chances = 0, chances - 1
                 if chances <= 0:
@@ -121,7 +121,8 @@ class LossScaler:
     """The loss scale of one loss: a number that stays, or one that moves by a `DynamicLossScale` between two bounds.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
-    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device.
+    (exits of ``scale_loss``, but for those under DDP's ``no_sync()``) since the last overflow or growth. Reading either waits for
+    the device.
     """
 
     def __init__(

@@ -135,9 +135,7 @@ def without_a_gpu() -> int:
     import torch
 
     cuda = f"torch {torch.__version__} was built " + ("with" if torch.version.cuda else "without") + " CUDA"
-    print(
-        f"make gpu: there is no GPU here, and {cuda}; make cuda-build compiles the kernels without one", file=sys.stderr
-    )
+    print(f"make gpu: there is no GPU here, and {cuda}; make cuda-build compiles without one", file=sys.stderr)
     return 1
 
 
@@ -188,9 +186,7 @@ def run_part(part: str, results: Results) -> bool:
     passed = True
     for step in PARTS[part]:
         if not step.always and results.has_passed(step):
-            print(
-                f"make gpu: {step.name} has passed before ({results.path.name} says so; without that file it runs again)"
-            )
+            print(f"make gpu: {step.name} has passed before; without {results.path.name} it runs again")
             continue
         print(f"make gpu: {step.name} ...", flush=True)
         started = time.monotonic()

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,15 @@ def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(
     for rank, one in enumerate(results["touched"][str(case)] for results in ranks):
         skipped = [False, both or rank == 1, False]
         assert one == {"found": [(skip, not skip) for skip in skipped], "finite": True}
+
+
+def test_overflows_at_every_sync_end_training_whatever_comes_under_no_sync(group_of_one):
+    model, optimizer = begun("O1", False, loss_scale="dynamic", min_loss_scale=2.0**16)
+    called = DistributedDataParallel(model)
+    with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
+        for index in range(2 * 51):
+            with called.no_sync() if index % 2 == 0 else nullcontext():
+                backward(called(data(0)[0][0]).float().sum() * (1.0 if index % 2 == 0 else math.inf), optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])

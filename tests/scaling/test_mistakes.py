@@ -1,6 +1,5 @@
 """Mistakes that would ruin a run in silence: each is reported once, in words that say what to do; correct code is not reported."""
 
-import contextlib
 import math
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -453,7 +452,7 @@ def test_a_float16_region_without_a_loss_scale_is_told_of(level, place, dtype, i
     if place == "inside":
         linear.forward = region(linear.forward)
     model, optimizer = initialize_quietly(model, sgd, level)
-    around = region if place == "around" else contextlib.nullcontext()
+    around = region if place == "around" else nullcontext()
     with around, torch.no_grad():
         model(torch.ones(1, 1))  # an evaluation has no gradients to lose, nor has a frozen model
     linear.weight.requires_grad_(False)
@@ -478,19 +477,19 @@ def skip(model, optimizer, times, loss_is_nan=False):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "init_scale, hysteresis, stays",
-    [(4.0, 1, {1: "is at its floor", 2: "is at its floor"}), (8.0, 2, {0: "waits for more overflows (hysteresis)"})],
-)
-def test_an_overflow_that_lowers_no_scale_says_so(init_scale, hysteresis, stays, caplog):
+STAYS, FALLS = "loss scale stays", "reducing loss scale to"
+OVERFLOWS = {
+    "at the floor": ((4.0, 1), [f"{FALLS} 2.0", *[f"is at its floor, {STAYS} 2.0"] * 2]),
+    "hysteresis": ((8.0, 2), [f"waits for more overflows (hysteresis), {STAYS} 8.0", f"{FALLS} 4.0", f"{FALLS} 2.0"]),
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_an_overflow_that_lowers_no_scale_says_so(case, caplog):
+    (init_scale, hysteresis), lines = OVERFLOWS[case]
     caplog.set_level("INFO", "ampkit")
     rule = ampkit.DynamicLossScale(init_scale=init_scale, hysteresis=hysteresis)
     model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=rule, min_loss_scale=2.0)
-    scales = [2.0, 2.0, 2.0] if hysteresis == 1 else [8.0, 4.0, 2.0]
-    lines = [
-        f"{stays[i]}, loss scale stays {x}" if i in stays else f"reducing loss scale to {x}"
-        for i, x in enumerate(scales)
-    ]
     skip(model, optimizer, 3)
     assert [line.rpartition("scaler 0 ")[2] for line in told(caplog, "Skipping step")] == [
         f"{line} (iteration {number}: the gradient of '0.weight')" for number, line in enumerate(lines, start=1)
